@@ -1,0 +1,37 @@
+"""`finfo`: the limits of a format, in the shape of `torch.finfo`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from octavo.formats.format import Format
+
+
+@dataclass(frozen=True)
+class FormatInfo:
+    """Limits of a number format; `min` is the most negative finite value, as in `torch.finfo`."""
+
+    name: str
+    bits: int
+    max: float
+    min: float
+    smallest_normal: float
+    smallest_subnormal: float
+    eps: float
+
+
+def finfo(format: Format | torch.dtype) -> FormatInfo:
+    """Limits of an Octavo format or of a torch floating-point dtype.
+
+    `torch.finfo` has no subnormals; for its dtypes they follow as smallest_normal * eps.
+    """
+    if isinstance(format, torch.dtype):
+        info = torch.finfo(format)
+        name = str(format).removeprefix("torch.")
+        return FormatInfo(name, info.bits, info.max, info.min, info.tiny, info.tiny * info.eps, info.eps)
+    low = -format.max if format.signed else format.min_normal
+    return FormatInfo(
+        format.name, format.bits, format.max, low, format.min_normal, format.min_subnormal, format.eps
+    )

@@ -1,0 +1,21 @@
+"""Operations on plain tensors: for each a contract, a PyTorch reference that defines it, and a Triton twin."""
+
+from octavo.kernels.amax import amax
+from octavo.kernels.cast_transpose import CastOutput, cast_transpose
+from octavo.kernels.layout import ALIGNMENT, pad_matrix, pad_row_scale, padded
+from octavo.kernels.scale_from_amax import scale_from_amax
+from octavo.kernels.scaled_mm import Accumulation, runs_natively, scaled_mm
+
+__all__ = [
+    "ALIGNMENT",
+    "Accumulation",
+    "CastOutput",
+    "amax",
+    "cast_transpose",
+    "pad_matrix",
+    "pad_row_scale",
+    "padded",
+    "runs_natively",
+    "scale_from_amax",
+    "scaled_mm",
+]

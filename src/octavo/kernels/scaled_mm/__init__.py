@@ -1,0 +1,89 @@
+"""scaled_mm: the product of two matrices of codes, scaled.
+
+    out [M, N] = (a [M, K] @ b [N, K]^T) * scale_a * scale_b + bias
+
+Both operands are K-major, as Hopper's FP8 units take them. Where the device multiplies FP8 the product runs in cuBLASLt
+through `torch._scaled_mm`; elsewhere it is emulated: codes decoded to float32, products and sums in float32, then the same
+scaling and the same single rounding of the output.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.library import register
+from octavo.kernels.scaled_mm.native import scaled_mm_native, unsupported_reasons
+from octavo.kernels.scaled_mm.reference import scaled_mm_reference
+
+Accumulation = Literal["fast", "precise"]
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulate: Accumulation = "fast",
+) -> Tensor:
+    """Scaled product of codes -> [M, N] of `out_dtype`.
+
+    Args:
+        a: codes [M, K], contiguous.
+        b: codes [N, K], contiguous.
+        scale_a: float32, [] or [M, 1].
+        scale_b: float32, [] or [N, 1]; of the same granularity as scale_a.
+        bias: [N], added in float32 before the output is rounded.
+        out_dtype: float32, bfloat16 or float16.
+        accumulate: "fast" sums all of K in the tensor core's own accumulator (about 14 significant bits on Hopper);
+            "precise" promotes partial sums to float32. Emulation sums in float32 either way.
+    """
+    if torch.compiler.is_compiling():
+        result: Tensor = _operator(a, b, scale_a, scale_b, bias, out_dtype, accumulate)
+        return result
+    return _launch(a, b, scale_a, scale_b, bias, out_dtype, accumulate)
+
+
+def runs_natively(a: Tensor, b: Tensor) -> bool:
+    """True if `scaled_mm` of these codes runs on FP8 units rather than by emulation."""
+    return a.is_cuda and not unsupported_reasons(a, b)
+
+
+def _launch(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: Accumulation,
+) -> Tensor:
+    if a.numel() and b.numel() and runs_natively(a, b):
+        return scaled_mm_native(a, b, scale_a, scale_b, bias, out_dtype, accumulate)
+    return scaled_mm_reference(a, b, scale_a, scale_b, bias, out_dtype, accumulate)
+
+
+def _fake(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: str,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+_operator = register(
+    "scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype, str accumulate)"
+    " -> Tensor",
+    _launch,
+    _fake,
+)
+
+__all__ = ["Accumulation", "runs_natively", "scaled_mm", "scaled_mm_reference", "unsupported_reasons"]

@@ -1,0 +1,70 @@
+"""scaled_mm on FP8 units, through `torch._scaled_mm` (cuBLASLt and CUTLASS)."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from octavo.formats import E4M3, E5M2
+from octavo.kernels.layout import ALIGNMENT
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def device_reasons(device: torch.device) -> list[str]:
+    """Why `device` has no FP8 products; empty if it has."""
+    if device.type != "cuda":
+        return [f"{device.type} has no FP8 matrix units"]
+    if not torch.cuda.is_available():
+        return ["no CUDA device is available"]
+    major, minor = _capability(device.index or 0)
+    if (major, minor) < (8, 9):
+        return [f"compute capability {major}.{minor}: FP8 products need 8.9 (Ada) or later"]
+    return []
+
+
+def unsupported_reasons(a: Tensor, b: Tensor) -> list[str]:
+    """Why the product of codes a [M, K] and b [N, K] is emulated; empty if it runs on FP8 units."""
+    reasons = device_reasons(a.device)
+    if a.dtype not in (E4M3.dtype, E5M2.dtype) or b.dtype not in (E4M3.dtype, E5M2.dtype):
+        reasons.append(f"formats {a.dtype} x {b.dtype}: FP8 units multiply E4M3 and E5M2")
+    elif a.dtype == b.dtype == E5M2.dtype:
+        reasons.append("E5M2 x E5M2: cuBLASLt has no such product, one operand must be E4M3")
+    for name, extent in (("K", a.shape[1]), ("N", b.shape[0])):
+        if extent % ALIGNMENT:
+            reasons.append(f"{name} = {extent} is no multiple of {ALIGNMENT}")
+    return reasons
+
+
+def scaled_mm_native(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: str,
+) -> Tensor:
+    """As `octavo.kernels.scaled_mm.scaled_mm`, for operands without `unsupported_reasons`."""
+    fast = accumulate == "fast"
+    if scale_b.dim() == 0:
+        # cuBLASLt takes a bias of the output's dtype, and none with a float32 output.
+        inner = bias if bias is not None and out_dtype != torch.float32 and bias.dtype == out_dtype else None
+        if bias is None or inner is not None:
+            return torch._scaled_mm(
+                a, b.t(), scale_a, scale_b, bias=inner, out_dtype=out_dtype, use_fast_accum=fast
+            )
+        out = torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=torch.float32, use_fast_accum=fast)
+        return (out + bias.float()).to(out_dtype)
+    row, column = scale_a, scale_b.reshape(1, -1)
+    if out_dtype == torch.bfloat16 and bias is None:
+        return torch._scaled_mm(a, b.t(), row, column, out_dtype=out_dtype, use_fast_accum=fast)
+    # Row-wise products write bf16 only. Anything else: the float32 accumulator, then scales and bias, one rounding.
+    one = torch.ones((), dtype=torch.float32, device=a.device)
+    out = torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast) * (row * column)
+    return (out if bias is None else out + bias.float()).to(out_dtype)

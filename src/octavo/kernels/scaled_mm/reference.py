@@ -1,0 +1,28 @@
+"""scaled_mm in plain PyTorch: the emulation, and the definition that native products are compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.formats import decode
+
+
+def scaled_mm_reference(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accumulate: str = "fast",
+) -> Tensor:
+    """As `octavo.kernels.scaled_mm.scaled_mm`; any device. `accumulate` changes nothing here: sums are float32."""
+    # 1. Values of the codes, exact.  [M, K], [N, K]
+    a32, b32 = decode(a), decode(b)
+    # 2. Products and sums.  [M, K] @ [K, N] -> [M, N]
+    accumulator = a32 @ b32.t()
+    # 3. Scales: one factor, or one a row and one a column.
+    scaled = accumulator * (scale_a * scale_b.reshape(1, -1) if scale_b.dim() else scale_a * scale_b)
+    # 4. Bias in float32, one rounding.
+    return (scaled if bias is None else scaled + bias.float()).to(out_dtype)

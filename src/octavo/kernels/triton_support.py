@@ -1,0 +1,38 @@
+"""Whether the Triton twin of a kernel can run for a tensor; Triton itself is imported only then."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def triton_is_installed() -> bool:
+    """True if `import triton` would find a package."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def device_reasons(device: torch.device) -> list[str]:
+    """Why Octavo's Triton kernels do not run on `device`; empty if they do."""
+    if device.type != "cuda":
+        return [f"the tensor is on {device.type}: Triton kernels need a CUDA device"]
+    if not triton_is_installed():
+        return ["Triton is not installed: pip install octavo[gpu]"]
+    major, minor = _capability(device.index or 0)
+    if (major, minor) < (9, 0):
+        # PTX for sm_89 rounds the conversion from float32 by way of fp16 toward zero; older cards have no conversion.
+        return [f"compute capability {major}.{minor}: exact FP8 conversion needs 9.0 (Hopper) or later"]
+    return []
+
+
+def uses_triton(x: Tensor) -> bool:
+    """True if the Triton twin runs for x."""
+    return x.is_cuda and not device_reasons(x.device)

@@ -1,0 +1,78 @@
+"use strict";
+(() => {
+  const root = document.documentElement;
+  const figures = JSON.parse(document.getElementById("figures").textContent);
+  const config = {
+    displaylogo: false, responsive: true, displayModeBar: "hover",
+    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d"],
+  };
+
+  // Every text "@name" is a colour of the style sheet, so that charts follow light, dark and print.
+  function painted(value, palette) {
+    if (typeof value === "string") {
+      return value[0] === "@" ? palette.getPropertyValue("--" + value.slice(1)).trim() || value : value;
+    }
+    if (Array.isArray(value)) {
+      return typeof value[0] === "number" ? value : value.map((item) => painted(item, palette));
+    }
+    if (value && typeof value === "object") {
+      return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, painted(item, palette)]));
+    }
+    return value;
+  }
+
+  function chosen(name) {
+    const values = {};
+    for (const input of document.querySelectorAll(`[data-chart="${name}"]`)) {
+      const control = input.dataset.control;
+      values[control] = values[control] || [];
+      if (input.tagName === "SELECT" || input.checked) values[control].push(input.value);
+    }
+    return values;
+  }
+
+  function shown(trace, values) {
+    const wanted = (trace.meta && trace.meta.show) || {};
+    return Object.entries(wanted).every(([control, allowed]) => allowed.some((value) => (values[control] || []).includes(value)));
+  }
+
+  function assign(target, path, value) {
+    const keys = path.split(".");
+    const last = keys.pop();
+    let place = target;
+    for (const key of keys) place = place[key] = place[key] || {};
+    place[last] = value;
+  }
+
+  function draw(name) {
+    const figure = figures[name];
+    const values = chosen(name);
+    const palette = getComputedStyle(root);
+    const named = new Set();
+    const data = figure.data.filter((trace) => shown(trace, values)).map((trace) => {
+      const first = trace.showlegend !== false && !named.has(trace.legendgroup || trace.name);
+      if (first) named.add(trace.legendgroup || trace.name);
+      return { ...painted(trace, palette), showlegend: first };
+    });
+    const layout = painted(figure.layout, palette);
+    for (const [control, changes] of Object.entries(figure.layouts)) {
+      for (const value of values[control] || []) {
+        for (const [path, change] of Object.entries(changes[value] || {})) assign(layout, path, painted(change, palette));
+      }
+    }
+    layout.uirevision = JSON.stringify(values);
+    return Plotly.react("chart-" + name, data, layout, config);
+  }
+
+  function drawAll() {
+    return Promise.all(Object.keys(figures).map(draw));
+  }
+
+  drawAll().then(() => { root.dataset.charts = "drawn"; });
+  for (const input of document.querySelectorAll("[data-chart]")) {
+    input.addEventListener("change", () => draw(input.dataset.chart));
+  }
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  addEventListener("beforeprint", () => { root.classList.add("printing"); drawAll(); });
+  addEventListener("afterprint", () => { root.classList.remove("printing"); drawAll(); });
+})();

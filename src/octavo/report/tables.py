@@ -1,0 +1,212 @@
+"""The tables of the report as data: the page and the terminal show the same cells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.report.analysis import BOUND_PERCENT, PtqResult, finetune_results, ptq_results
+from octavo.report.record import Record, Row, number, text
+from octavo.report.wording import (
+    ABSENT,
+    SPACE,
+    Spread,
+    decimals,
+    duration,
+    optional,
+    percent,
+    rate,
+    significant,
+    size,
+    spread,
+)
+
+EMULATED_MARK = "\u2020"
+EMULATED_NOTE = f"{EMULATED_MARK} emulated: the time of the emulation, no speed of this format"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column's heading, its unit (empty if none) and whether it holds figures, which are set flush right."""
+
+    title: str
+    unit: str = ""
+    numeric: bool = True
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell. ``tone`` is "", "good", "bad", "muted"; ``color`` is a method's colour token for a swatch, or empty."""
+
+    text: str
+    tone: str = ""
+    color: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A caption, columns, rows and notes below. A table without rows is not shown."""
+
+    caption: str
+    columns: list[Column]
+    rows: list[list[Cell]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def _accuracy(value: Spread | None) -> str:
+    return spread(value, lambda share: percent(100 * share, 2, signed=False))
+
+
+def _perplexity(value: Spread | None) -> str:
+    return spread(value, lambda number: decimals(number, 2 if number < 1000 else 0))
+
+
+def _timed(value: str, execution: str) -> Cell:
+    """A figure of speed; marked when the arithmetic was emulated."""
+    if value == ABSENT or "emulated" not in execution:
+        return Cell(value)
+    return Cell(f"{value}{SPACE}{EMULATED_MARK}", "muted")
+
+
+def _seeds_note(values: list[Spread | None]) -> list[str]:
+    count = max((value.count for value in values if value is not None), default=0)
+    return [f"mean ± standard deviation over {count} seeds"] if count > 1 else []
+
+
+def _emulated_note(executions: list[str]) -> list[str]:
+    return [EMULATED_NOTE] if any("emulated" in execution for execution in executions) else []
+
+
+def _ptq_cells(result: PtqResult) -> list[Cell]:
+    change = ABSENT if result.method.family == "16-bit" else spread(result.change_percent, percent)
+    return [
+        Cell(result.method.label, color=result.method.color),
+        Cell(_perplexity(result.perplexity)),
+        Cell(change),
+        Cell(_accuracy(result.accuracy)),
+        Cell(optional(result.weight_bytes.mean if result.weight_bytes else None, size)),
+        _timed(optional(result.load_s.mean if result.load_s else None, duration), ""),
+        _timed(optional(result.ttft_s.mean if result.ttft_s else None, duration), result.execution),
+        _timed(optional(result.prefill.mean if result.prefill else None, rate), result.execution),
+        _timed(optional(result.decode.mean if result.decode else None, rate), result.execution),
+        Cell(result.execution or ABSENT),
+    ]
+
+
+def ptq_table(record: Record) -> Table:
+    """Quantization of the finished model: quality, memory, speed and how each method was executed."""
+    results = ptq_results(record)
+    columns = [
+        Column("Method", numeric=False),
+        Column("Perplexity"),
+        Column("Change"),
+        Column("Accuracy", "next token"),
+        Column("Weights", "Linear layers"),
+        Column("Load"),
+        Column("First token"),
+        Column("Prefill", "tokens/s"),
+        Column("Decode", "tokens/s"),
+        Column("Execution", numeric=False),
+    ]
+    notes = _seeds_note([result.perplexity for result in results])
+    notes += _emulated_note([result.execution for result in results])
+    notes += [f"{result.method.label}: {note}" for result in results for note in result.notes]
+    return Table("Quantized without training", columns, [_ptq_cells(result) for result in results], notes)
+
+
+def finetune_table(record: Record) -> Table:
+    """Fine-tuning for the same steps: perplexity as served, the gap to 16 bits, the share recovered, speed, memory."""
+    results = finetune_results(record)
+    rows = []
+    for result in results:
+        gap = result.gap_percent
+        tone = "" if gap is None else ("good" if abs(gap.mean) <= BOUND_PERCENT else "bad")
+        recovered = optional(result.recovered, lambda share: percent(100 * share, 0, signed=False))
+        rows.append(
+            [
+                Cell(result.method.label, color=result.method.color),
+                Cell(result.served_as or ABSENT),
+                Cell(_perplexity(result.perplexity)),
+                Cell(spread(gap, percent), tone),
+                Cell(spread(result.change_before, percent)),
+                Cell(result.recovered_why or recovered, "muted" if result.recovered_why else ""),
+                Cell(_perplexity(result.perplexity_bf16_serving)),
+                Cell(_accuracy(result.accuracy)),
+                _timed(optional(result.steps_per_s.mean if result.steps_per_s else None, rate), result.execution),
+                Cell(optional(result.peak_memory.mean if result.peak_memory else None, size)),
+                Cell(result.execution or ABSENT),
+            ]
+        )
+    columns = [
+        Column("Fine-tuned in", numeric=False),
+        Column("Served as", numeric=False),
+        Column("Perplexity", "as served"),
+        Column("Gap to BF16", "fine-tuned"),
+        Column("Change before", "without training"),
+        Column("Recovered", "of that change"),
+        Column("Perplexity", "served in 16 bits"),
+        Column("Accuracy", "next token"),
+        Column("Training", "steps/s"),
+        Column("Peak memory"),
+        Column("Execution", numeric=False),
+    ]
+    steps = [result.steps.mean for result in results if result.steps]
+    notes = [f"{rate(max(steps))} steps each, from the same start and in the same order of data"] if steps else []
+    notes += _seeds_note([result.perplexity for result in results])
+    notes += _emulated_note([result.execution for result in results])
+    return Table("Fine-tuned", columns, rows, notes)
+
+
+_VERDICT = {
+    True: Cell("\u2713 held", "good"),
+    False: Cell("\u2717 not held", "bad"),
+    None: Cell("? cannot be answered here", "muted"),
+}
+
+
+def claims_table(record: Record) -> Table:
+    """What is commonly claimed, what was measured, and whether the claim held."""
+    rows = []
+    for row in record.all("claim"):
+        held = row.get("held")
+        verdict = _VERDICT[held if isinstance(held, bool) else None]
+        names = ("claimed", "measured", "why", "source")
+        rows.append([Cell(text(row, "claim")), verdict, *(Cell(text(row, name) or ABSENT) for name in names)])
+    titles = ("Claim", "Verdict", "Claimed", "Measured here", "Why", "Source")
+    return Table("Common claims", [Column(title, numeric=False) for title in titles], rows)
+
+
+def worst_layers_table(record: Record, num_layers: int = 5) -> Table:
+    """The layers with the lowest SQNR of their output, over all methods (mean over seeds)."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in record.all("layer_error"):
+        found.setdefault((text(row, "method"), text(row, "layer")), []).append(row)
+    ranked = []
+    for (name, layer), rows in found.items():
+        output = Spread.of(number(row, "output_sqnr_db") for row in rows)
+        if output is not None:
+            ranked.append((output.mean, name, layer, rows))
+    labels = {result.method.key: result.method for result in ptq_results(record)}
+    cells = []
+    for output_db, name, layer, rows in sorted(ranked, key=lambda entry: entry[0])[:num_layers]:
+        look = labels.get(name)
+        weight, given = (Spread.of(number(row, key) for row in rows) for key in ("weight_sqnr_db", "input_sqnr_db"))
+        amax = Spread.of(number(row, "input_amax") for row in rows)
+        cells.append(
+            [
+                Cell(layer),
+                Cell(look.label if look else name, color=look.color if look else ""),
+                Cell(decimals(output_db, 1)),
+                Cell(spread(weight and Spread(weight.mean, None, 1), lambda value: decimals(value, 1))),
+                Cell(spread(given and Spread(given.mean, None, 1), lambda value: decimals(value, 1))),
+                Cell(optional(amax.mean if amax else None, significant)),
+            ]
+        )
+    columns = [
+        Column("Layer", numeric=False),
+        Column("Method", numeric=False),
+        Column("Output", "dB"),
+        Column("Weight", "dB"),
+        Column("Input", "dB"),
+        Column("Input amax"),
+    ]
+    return Table("Where the error is largest", columns, cells)

@@ -42,10 +42,7 @@ class Granularity:
     @property
     def transposed(self) -> Granularity:
         """The same blocks seen in the transposed matrix."""
-        for granularity in GRANULARITIES:
-            if (granularity.rows, granularity.columns) == (self.columns, self.rows):
-                return granularity
-        return Granularity(f"{self.name}_transposed", self.columns, self.rows)
+        return next(g for g in GRANULARITIES if (g.rows, g.columns) == (self.columns, self.rows))
 
     def __repr__(self) -> str:
         return self.name
@@ -58,8 +55,18 @@ BLOCK_1X128 = Granularity("1x128", 1, 128)
 BLOCK_128X1 = Granularity("128x1", 128, 1)
 BLOCK_128X128 = Granularity("128x128", 128, 128)
 MX = Granularity("mx", 1, 32)
+MX_TRANSPOSED = Granularity("mx_transposed", 32, 1)
 
-GRANULARITIES: tuple[Granularity, ...] = (TENSOR, ROW, COLUMN, BLOCK_1X128, BLOCK_128X1, BLOCK_128X128, MX)
+GRANULARITIES: tuple[Granularity, ...] = (
+    TENSOR,
+    ROW,
+    COLUMN,
+    BLOCK_1X128,
+    BLOCK_128X1,
+    BLOCK_128X128,
+    MX,
+    MX_TRANSPOSED,
+)
 
 
 def granularity_named(granularity: str | tuple[int, int] | Granularity) -> Granularity:
@@ -68,7 +75,7 @@ def granularity_named(granularity: str | tuple[int, int] | Granularity) -> Granu
         return granularity
     for known in GRANULARITIES:
         extent = (known.rows, known.columns)
-        if granularity == known.name or (known is not MX and granularity == extent):
+        if granularity == known.name or (known not in (MX, MX_TRANSPOSED) and granularity == extent):
             return known
     names = "'tensor', 'row', 'column', 'mx', (1, 128), (128, 1), (128, 128)"
     raise ValueError(f"unknown granularity {granularity!r}: expected one of {names}")

@@ -1,0 +1,22 @@
+"""A number in eight bits: QuantizedTensor, and the quantizers that make one of an operand."""
+
+from octavo.tensor.matmul import scaled_mm
+from octavo.tensor.operand_state import OperandState
+from octavo.tensor.quantize import cast_to_representable, quantize
+from octavo.tensor.quantized_tensor import QuantizedTensor
+from octavo.tensor.quantizer import CurrentQuantizer, DelayedQuantizer, Operand, Quantizer, StaticQuantizer
+from octavo.tensor.spec import QuantizeSpec
+
+__all__ = [
+    "CurrentQuantizer",
+    "DelayedQuantizer",
+    "Operand",
+    "OperandState",
+    "QuantizeSpec",
+    "QuantizedTensor",
+    "Quantizer",
+    "StaticQuantizer",
+    "cast_to_representable",
+    "quantize",
+    "scaled_mm",
+]

@@ -1,0 +1,106 @@
+"""OperandState: what delayed scaling remembers of one operand.
+
+Three rules keep it right under autograd, the compiler and checkpointing:
+
+- The scale of a forward operand is never written in place. An update makes a new tensor and gives it the name, so that
+  whatever a forward read stays as it was until its backward is through, however many forwards are pending.
+- The scale of a gradient is written in place, past autograd's version counter (`Tensor.data`): the backward of a step is
+  meant to see the update made at the end of that step's forward, in eager and in compiled code alike.
+- Amaxes gather by max into one small tensor of fixed identity. 0 means that nothing was gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from octavo.scaling import resized_history, scale_from_multiplier
+
+
+class OperandState:
+    """Scale, its reciprocal, the gathered amax and the past amaxes of one operand; float32.
+
+    Attributes:
+        scale, multiplier: [], value = code * scale, code = cast(value * multiplier).
+        gathered: [], the amax of the current step so far.
+        history: [L]; position 0 is unused here and stands for `gathered` in a state dict.
+        late_bound: the operand is a gradient, see the module.
+        from_data: the scale is not known yet: measure it from the data until the next update.
+        folded_version: `gathered._version` when an update last looked.
+    """
+
+    def __init__(self, device: torch.device | None = None, *, late_bound: bool = False) -> None:
+        self.late_bound = late_bound
+        self.from_data = False
+        self.reset(device)
+
+    def reset(self, device: torch.device | None = None) -> None:
+        """Back to scale 1 and no history, on `device`."""
+        self.scale = torch.ones((), dtype=torch.float32, device=device)
+        self.multiplier = torch.ones((), dtype=torch.float32, device=device)
+        self.gathered = torch.zeros((), dtype=torch.float32, device=device)
+        self.history = torch.zeros(1, dtype=torch.float32, device=device)
+        self.folded_version = self.gathered._version
+
+    def gather(self, amax: Tensor) -> None:
+        """Merge the amax of one cast into this step's, by max."""
+        self.gathered.copy_(torch.maximum(self.gathered, amax))
+
+    @property
+    def has_gathered(self) -> bool:
+        """True if something was gathered since the last update; a host-side look, no synchronisation."""
+        return self.gathered._version != self.folded_version
+
+    def adopt(self, history: Tensor, scale: Tensor, multiplier: Tensor) -> None:
+        """Take over the result of an update."""
+        self.history = history
+        if self.late_bound:
+            self.scale.data.copy_(scale)
+            self.multiplier.data.copy_(multiplier)
+        else:
+            self.scale, self.multiplier = scale, multiplier
+        self.from_data = False
+
+    def resize(self, length: int) -> None:
+        """Give the history another length, keeping the newest."""
+        self.history = resized_history(self.history, length)
+
+    def saved(self) -> dict[str, Tensor]:
+        """The two tensors of a state dict: `scale` [] and `amax_history` [L], copies."""
+        history = self.history.clone()
+        history[0] = self.gathered
+        return {"scale": self.scale.detach().clone(), "amax_history": history}
+
+    def load(self, scale: Tensor, history: Tensor) -> None:
+        """Take over what `saved` gave, on the device at hand.
+
+        Raises:
+            ValueError: the scale is not one positive finite number, or the history is no vector.
+        """
+        value = float(scale)
+        if scale.numel() != 1 or not 0 < value < float("inf"):
+            raise ValueError(f"a scale must be one positive finite number, found {value} of shape {tuple(scale.shape)}")
+        if history.dim() != 1 or history.numel() == 0:
+            raise ValueError(f"an amax history must be a vector of length 1 or more, found {tuple(history.shape)}")
+        device = self.gathered.device
+        self.reset(device)
+        self.scale.copy_(scale.reshape(()))
+        self.multiplier = scale_from_multiplier(self.scale)
+        self.history = history.detach().to(device=device, dtype=torch.float32, copy=True)
+        self.gathered.copy_(self.history[0])
+        self.from_data = False
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Follow a module's `_apply` to another device; the dtype stays float32, and meta storage becomes real anew."""
+        old = self.scale.device
+        new = function(torch.empty(0, device=old)).device
+        if new == old:
+            return
+        if old.type == "meta" or new.type == "meta":
+            self.reset(new)
+            return
+        for name in ("scale", "multiplier", "gathered", "history"):
+            setattr(self, name, getattr(self, name).to(new))
+        self.folded_version = -1

@@ -1,0 +1,21 @@
+"""Which format and scaling for which operand of which matrix product: frozen data."""
+
+from octavo.recipes.current import CurrentScaling
+from octavo.recipes.delayed import DelayedScaling
+from octavo.recipes.recipe import HYBRID, Accumulate, DelayedUpdate, FormatPair, Gemm, OperandName, Recipe
+from octavo.recipes.rowwise import RowwiseScaling
+from octavo.recipes.static import StaticScaling
+
+__all__ = [
+    "HYBRID",
+    "Accumulate",
+    "CurrentScaling",
+    "DelayedScaling",
+    "DelayedUpdate",
+    "FormatPair",
+    "Gemm",
+    "OperandName",
+    "Recipe",
+    "RowwiseScaling",
+    "StaticScaling",
+]

@@ -1,0 +1,40 @@
+"""CurrentScaling: scales from the amax of the very tensor that is cast; a second pass over memory, no state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.recipes.recipe import HYBRID, FormatChoice, Gemm, OperandName, Recipe, check_format, format_for
+from octavo.tensor import QuantizeSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurrentScaling(Recipe):
+    """Current ("just in time") scaling of all three operands, one scale a tensor.
+
+    Attributes:
+        format: HYBRID (E4M3 forward, E5M2 gradients), E4M3 or E5M2.
+        power_of_two_scales: multipliers are rounded down to powers of two.
+        amax_epsilon: amaxes below it count as it.
+    """
+
+    format: FormatChoice = HYBRID
+    power_of_two_scales: bool = False
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_format(self.format)
+        if not 0 <= self.amax_epsilon < float("inf"):
+            raise ValueError(f"amax_epsilon is {self.amax_epsilon}: expected 0 or a positive finite number")
+
+    def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:
+        """One scale a tensor, measured, the same in every product."""
+        if gemm != "fprop" and self.backward == "high_precision":
+            return None
+        return QuantizeSpec(
+            format=format_for(self.format, operand),
+            power_of_two=self.power_of_two_scales,
+            epsilon=self.amax_epsilon,
+            inf_to_nan=operand == "grad_output",
+        )

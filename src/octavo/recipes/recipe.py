@@ -1,0 +1,156 @@
+"""Recipe: which format and scaling for which operand of which matrix product. Frozen data, complete when built.
+
+A Linear runs three products, and each names its operands:
+
+    fprop   y  = x w^T     input, weight
+    dgrad   dx = dy w      grad_output, weight
+    wgrad   dw = dy^T x    grad_output, input
+
+A recipe answers one question, `spec(gemm, operand)`; nobody asks it its name. None means that the product runs in high
+precision, and then it does so for both operands.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Union
+
+from octavo.formats import E4M3, E5M2, Format
+from octavo.kernels import Accumulation
+from octavo.tensor import QuantizeSpec
+
+Gemm = Literal["fprop", "dgrad", "wgrad"]
+OperandName = Literal["input", "weight", "grad_output"]
+GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
+OPERANDS: tuple[OperandName, ...] = ("input", "weight", "grad_output")
+
+
+@dataclass(frozen=True)
+class FormatPair:
+    """The format of the forward operands and that of the gradients."""
+
+    forward: Format
+    backward: Format
+
+
+HYBRID = FormatPair(E4M3, E5M2)
+
+FormatChoice = Union[FormatPair, Format]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulate:
+    """How each product sums: "fast" or "precise", see `octavo.kernels.scaled_mm`.
+
+    wgrad's K is the number of tokens, and a fast sum of that many same-sign products loses several per cent on Hopper.
+    """
+
+    fprop: Accumulation = "fast"
+    dgrad: Accumulation = "precise"
+    wgrad: Accumulation = "precise"
+
+    def __post_init__(self) -> None:
+        for gemm in GEMMS:
+            if getattr(self, gemm) not in ("fast", "precise"):
+                raise ValueError(f"accumulate.{gemm} is {getattr(self, gemm)!r}: expected 'fast' or 'precise'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(ABC):
+    """What all recipes share.
+
+    Attributes:
+        accumulate: how each product sums.
+        backward: "fp8", or "high_precision": dgrad and wgrad run in the dtype of the forward.
+        overrides: regular expressions on layer names, and the recipe of the layers they match (first match wins), None
+            for high precision. Given as a mapping or as pairs; kept as pairs.
+    """
+
+    accumulate: Accumulate = field(default_factory=Accumulate)
+    backward: Literal["fp8", "high_precision"] = "fp8"
+    overrides: Any = ()
+
+    def __post_init__(self) -> None:
+        if self.backward not in ("fp8", "high_precision"):
+            raise ValueError(f"backward is {self.backward!r}: expected 'fp8' or 'high_precision'")
+        if not isinstance(self.accumulate, Accumulate):
+            raise ValueError(f"accumulate is {self.accumulate!r}: expected an octavo.recipes.Accumulate")
+        pairs = self.overrides.items() if isinstance(self.overrides, Mapping) else self.overrides
+        object.__setattr__(self, "overrides", tuple(_checked_override(pair) for pair in pairs))
+
+    @abstractmethod
+    def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:
+        """How `operand` enters `gemm`; None if that product runs in high precision."""
+
+    @property
+    def delayed(self) -> DelayedUpdate | None:
+        """How amax histories are updated; None for a recipe without them."""
+        return None
+
+    @property
+    def weight_spec(self) -> QuantizeSpec | None:
+        """How a weight is stored that exists in FP8 alone."""
+        return self.spec("fprop", "weight")
+
+    def for_layer(self, name: str | None) -> Recipe | None:
+        """The recipe of the layer called `name`: this one, or that of the first override that matches."""
+        for pattern, recipe in self.overrides:
+            if name is not None and re.search(pattern, name):
+                chosen: Recipe | None = recipe
+                return chosen
+        return self
+
+    def replaced(self, **changes: Any) -> Recipe:
+        """A copy with some fields changed."""
+        known = [f.name for f in fields(self)]
+        for name in changes:
+            if name not in known:
+                raise ValueError(f"{type(self).__name__} has no field {name!r}: it has {', '.join(known)}")
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedUpdate:
+    """How one update of amax histories is done, see `octavo.scaling.history`."""
+
+    amax_history_len: int
+    algorithm: Any
+    margin: int
+    reduce_amax: bool
+
+
+def as_pair(format: FormatChoice) -> FormatPair:
+    """A format for all operands, or a pair, as a pair."""
+    if isinstance(format, FormatPair):
+        return format
+    if isinstance(format, Format):
+        return FormatPair(format, format)
+    raise ValueError(f"format is {format!r}: expected octavo.HYBRID, octavo.E4M3, octavo.E5M2 or a FormatPair")
+
+
+def format_for(format: FormatChoice, operand: OperandName) -> Format:
+    """The format of one operand."""
+    pair = as_pair(format)
+    return pair.backward if operand == "grad_output" else pair.forward
+
+
+def check_format(format: FormatChoice) -> None:
+    """Raise ValueError unless both formats of the choice can be multiplied."""
+    pair = as_pair(format)
+    for one in (pair.forward, pair.backward):
+        if one not in (E4M3, E5M2):
+            raise ValueError(f"format {one} holds no operand of a product: use E4M3, E5M2 or HYBRID")
+
+
+def _checked_override(pair: Any) -> tuple[str, Recipe | None]:
+    try:
+        pattern, recipe = pair
+        re.compile(pattern)
+    except (TypeError, ValueError, re.error) as error:
+        raise ValueError(f"override {pair!r} is no pair of a regular expression and a recipe or None: {error}") from None
+    if not (recipe is None or isinstance(recipe, Recipe)):
+        raise ValueError(f"override {pattern!r} names {recipe!r}: expected a recipe, or None for high precision")
+    return pattern, recipe

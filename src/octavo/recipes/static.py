@@ -1,0 +1,43 @@
+"""StaticScaling: scales that are known beforehand, calibrated or given; the cheapest cast, for inference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.recipes.recipe import HYBRID, FormatChoice, Gemm, OperandName, Recipe, check_format, format_for
+from octavo.tensor import QuantizeSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticScaling(Recipe):
+    """Given scales, value = code * scale, one an operand.
+
+    Attributes:
+        format: HYBRID (E4M3 forward, E5M2 gradients), E4M3 or E5M2.
+        input_scale, weight_scale, grad_output_scale: positive and finite; None measures that operand each time.
+    """
+
+    format: FormatChoice = HYBRID
+    input_scale: float | None = None
+    weight_scale: float | None = None
+    grad_output_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_format(self.format)
+        if self.input_scale is self.weight_scale is self.grad_output_scale is None:
+            raise ValueError("StaticScaling without any scale: give input_scale or another, or use CurrentScaling")
+        for operand in ("input", "weight", "grad_output"):
+            self.spec("fprop", operand)  # type: ignore[arg-type]  # validates the scale
+
+    def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:
+        """The given scale, or a measured one."""
+        if gemm != "fprop" and self.backward == "high_precision":
+            return None
+        scale = getattr(self, f"{operand}_scale")
+        return QuantizeSpec(
+            format=format_for(self.format, operand),
+            scaling="current" if scale is None else "static",
+            static_scale=scale,
+            inf_to_nan=operand == "grad_output",
+        )

@@ -145,7 +145,14 @@ def ptq_rows(rng: random.Random, seeds: range, native: bool) -> list[Row]:
 
 
 def layer_rows(rng: random.Random, num_layers: int) -> list[Row]:
-    base = {"tensor_static": 27.0, "tensor_dynamic": 28.0, "rowwise": 30.5, "block128": 31.0, "mxfp8": 30.0, "int8": 33.0}
+    base = {
+        "tensor_static": 27.0,
+        "tensor_dynamic": 28.0,
+        "rowwise": 30.5,
+        "block128": 31.0,
+        "mxfp8": 30.0,
+        "int8": 33.0,
+    }
     rows: list[Row] = []
     for method, level in base.items():
         for index, layer in enumerate(layer_names(num_layers)):
@@ -206,14 +213,19 @@ def scale_rows(rng: random.Random, seeds: range, steps: int, num_layers: int) ->
     for seed in seeds:
         for method in ("delayed", "current"):
             for layer in layer_names(num_layers):
-                levels = {"input": rng.uniform(3, 20), "weight": rng.uniform(0.2, 0.5), "grad_output": rng.uniform(1e-5, 1e-3)}
+                levels = {
+                    "input": rng.uniform(3, 20),
+                    "weight": rng.uniform(0.2, 0.5),
+                    "grad_output": rng.uniform(1e-5, 1e-3),
+                }
                 window: dict[str, list[float]] = {operand: [] for operand in OPERANDS}
                 for step in range(1, steps + 1):
                     for operand in OPERANDS:
-                        wobble = math.exp(rng.gauss(0, 0.02 if operand == "weight" else 0.2))
+                        noise = random.Random(f"{seed} {layer} {operand} {step}").gauss(0, 1)  # alike in each method
+                        wobble = math.exp(noise * (0.02 if operand == "weight" else 0.2) + rng.gauss(0, 0.01))
                         spike = 12.0 if operand == "grad_output" and step == steps // 2 else 1.0
                         amax = levels[operand] * wobble * spike
-                        seen = window[operand][-16:] or [largest]
+                        seen = window[operand][-16:] or [amax]
                         used = max(seen) if method == "delayed" else amax
                         window[operand].append(amax)
                         rows.append(
@@ -334,7 +346,19 @@ def hostile() -> list[Row]:
     """A study whose texts try to leave their place on the page, and whose figures are absent or absurd."""
     attack = "</script><script>window.attacked = true</script><img src=x onerror='window.attacked = true'>"
     rows = study(num_seeds=2, steps=24)
-    texts = {"label", "layer", "note", "why", "claim", "source", "name", "device_name", "served_as", "weights", "measured"}
+    texts = {
+        "label",
+        "layer",
+        "note",
+        "why",
+        "claim",
+        "source",
+        "name",
+        "device_name",
+        "served_as",
+        "weights",
+        "measured",
+    }
     changed: list[Row] = []
     for index, row in enumerate(rows):
         row = {key: f"{value} {attack}" if key in texts and value else value for key, value in row.items()}

@@ -17,17 +17,19 @@ def main(arguments: list[str] | None = None) -> int:
         description="Rebuild the HTML report of a study from its record.",
         epilog="example: python -m octavo.report study/record.jsonl study/report.html",
     )
-    parser.add_argument("record", type=Path, metavar="RECORD.jsonl", help="the rows that `octavo study --out DIR` wrote")
+    parser.add_argument(
+        "record", type=Path, metavar="RECORD.jsonl", help="the rows that `octavo study --out DIR` wrote"
+    )
     parser.add_argument("out", type=Path, metavar="OUT.html", help="the page to write; an existing one is replaced")
     chosen = parser.parse_args(arguments)
     try:
         rows, broken = read_jsonl(chosen.record)
         build(list(rows), chosen.out)
     except (OSError, ValueError, ModuleNotFoundError) as error:
-        print(f"no report was written: {error}", file=sys.stderr)
+        sys.stderr.write(f"no report was written: {error}\n")
         return 1
     if broken:
-        print(f"{broken} lines of {chosen.record} are no JSON objects and were left out", file=sys.stderr)
+        sys.stderr.write(f"{broken} lines of {chosen.record} are no JSON objects and were left out\n")
     return 0
 
 

@@ -47,7 +47,7 @@ class PtqResult:
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """One method of fine-tuning. ``recovered`` is a share (0.92 is 92 per cent); ``recovered_why`` says why it is None."""
+    """One method of fine-tuning. ``recovered`` is a share (0.92 is 92 %); ``recovered_why`` says why it is None."""
 
     method: Method
     execution: str

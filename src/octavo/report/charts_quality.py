@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from octavo.report.analysis import BOUND_PERCENT, PtqResult, finetune_results, ptq_results
-from octavo.report.figure import Chart, Control, Trace, axis, label, layout, show
+from octavo.report.analysis import BOUND_PERCENT, FinetuneResult, PtqResult, finetune_results, ptq_results
+from octavo.report.figure import Chart, Control, Layout, Trace, axis, label, layout, show
 from octavo.report.record import Record
 from octavo.report.wording import Spread, decimals, percent, spread
 
@@ -24,18 +24,11 @@ def bar(result_label: str, color: str, value: Spread, written: str, hatched: boo
         "marker": {
             "color": color,
             "line": {"color": "@ink", "width": 0.5},
-            "pattern": {"shape": "/" if hatched else "", "fgcolor": "@panel", "size": 7, "solidity": 0.35},
+            "pattern": {"shape": "/" if hatched else "", "size": 7, "solidity": 0.35},
         },
         "width": [0.66],
         "showlegend": False,
     }
-
-
-def room_for_text(values: list[float]) -> list[float]:
-    """The range of a bar axis that holds zero, every bar, and the figure written beside the longest."""
-    low, high = min([0.0, *values]), max([0.0, *values])
-    width = (high - low) or 1.0
-    return [low - (0.28 * width if low < 0 else 0.0), high + 0.28 * width]
 
 
 def _family_traces(results: list[PtqResult]) -> list[Trace]:
@@ -58,19 +51,16 @@ def ptq_chart(record: Record) -> Chart | None:
     traces = _family_traces(results)
     if not traces:
         return None
-    changes = [result.change_percent.mean for result in results if result.change_percent is not None]
-    perplexities = [result.perplexity.mean for result in results if result.perplexity is not None]
     has_changes = any(result.change_percent for result in results if result.method.family != "16-bit")
-    x = axis("Perplexity against 16 bits, %", range=room_for_text(changes), zeroline=True)
-    other = {"xaxis.title.text": "Perplexity", "xaxis.range": room_for_text(perplexities)}
+    change_title = "Change of perplexity, %"
     quantity = Control(
         "quantity",
         "Show",
         [("change", "change against 16 bits"), ("perplexity", "perplexity")],
         ["change" if has_changes else "perplexity"],
         layouts={
-            "change": {"xaxis.title.text": x["title"]["text"], "xaxis.range": x["range"]},
-            "perplexity": other,
+            "change": {"xaxis.title.text": change_title},
+            "perplexity": {"xaxis.title.text": "Perplexity"},
         },
     )
     words = "; ".join(f"{r.method.label} {spread(r.change_percent, percent)}" for r in results if r.change_percent)
@@ -79,70 +69,85 @@ def ptq_chart(record: Record) -> Chart | None:
         "Perplexity by method, without training",
         f"Change of perplexity against 16 bits: {words}." if words else "Perplexity by method.",
         traces,
-        layout(x, axis(autorange="reversed", ticklabelstandoff=6), bargap=0.3),
+        layout(axis(change_title), axis(autorange="reversed", ticklabelstandoff=6)),
         [quantity],
         _ROW_HEIGHT * len(results) + 90,
     )
 
 
+def _band() -> Layout:
+    edges = {"x0": -BOUND_PERCENT, "x1": BOUND_PERCENT, "y0": 0, "y1": 1}
+    look = {"fillcolor": "@band", "line": {"width": 0}, "layer": "below"}
+    return {"type": "rect", "xref": "x", "yref": "paper", **edges, **look}
+
+
+def _gap_traces(result: FinetuneResult, gap: Spread, place: int) -> list[Trace]:
+    """Before (a ring), the way from there, every seed after (dots) and their mean (a line with its figure)."""
+    look, traces = result.method, []
+    shared = {"type": "scatter", "showlegend": False}
+    before = result.change_before
+    if before is not None:
+        words = f"{label(look.label)}, without training: {label(spread(before, percent))}"
+        traces.append(
+            {
+                **shared,
+                "mode": "lines+markers",
+                "x": [before.mean, gap.mean],
+                "y": [place, place],
+                "line": {"color": look.color, "width": 2, "dash": "dot"},
+                "marker": {"symbol": "circle-open", "size": [11, 0], "color": look.color, "line": {"width": 2}},
+                "hovertemplate": f"{words}<extra></extra>",
+            }
+        )
+    seeds = [f"seed {label(seed)}: {percent(value)}" for seed, value in result.gap_by_seed]
+    traces.append(
+        {
+            **shared,
+            "mode": "markers",
+            "x": [value for _, value in result.gap_by_seed],
+            "y": [place] * len(seeds),
+            "text": seeds,
+            "hovertemplate": f"{label(look.label)}, %{{text}}<extra></extra>",
+            "marker": {"color": look.color, "size": 10, "line": {"color": "@ink", "width": 1}},
+        }
+    )
+    traces.append(
+        {
+            **shared,
+            "mode": "text",
+            "x": [gap.mean],
+            "y": [place - 0.32],
+            "text": [label(spread(gap, percent))],
+            "hoverinfo": "skip",
+        }
+    )
+    return traces
+
+
 def gap_chart(record: Record) -> Chart | None:
-    """The gap to 16 bits after fine-tuning: a bar for the mean, a dot for each seed, a band for the bound."""
-    results = [result for result in finetune_results(record) if result.gap_percent is not None]
-    traces: list[Trace] = []
-    values = [BOUND_PERCENT, -BOUND_PERCENT]
-    for result in results:
-        assert result.gap_percent is not None
-        written = spread(result.gap_percent, percent)
-        values += [gap for _, gap in result.gap_by_seed]
-        seeds = [f"seed {label(seed)}: {percent(gap)}" for seed, gap in result.gap_by_seed]
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "x": [gap for _, gap in result.gap_by_seed],
-                "y": [label(result.method.label)] * len(result.gap_by_seed),
-                "text": seeds,
-                "hovertemplate": "%{y}, %{text}<extra></extra>",
-                "marker": {"color": result.method.color, "size": 9, "opacity": 0.75, "line": {"color": "@ink", "width": 1}},
-                "showlegend": False,
-            }
-        )
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers+text",
-                "x": [result.gap_percent.mean],
-                "y": [label(result.method.label)],
-                "text": [label(written)],
-                "textposition": "top center",
-                "hovertemplate": "%{y}, mean: %{text}<extra></extra>",
-                "marker": {"symbol": "line-ns-open", "size": 20, "color": "@ink", "line": {"width": 3}},
-                "showlegend": False,
-            }
-        )
-    if not traces:
+    """The gap to BF16 after fine-tuning: a dot for each seed, a ring for the loss before, a band for the bound."""
+    results = [(result, gap) for result in finetune_results(record) if (gap := result.gap_percent) is not None]
+    if not results:
         return None
-    reach = 1.15 * max(abs(value) for value in values)
-    band = {
-        "type": "rect",
-        "xref": "x",
-        "yref": "paper",
-        "x0": -BOUND_PERCENT,
-        "x1": BOUND_PERCENT,
-        "y0": 0,
-        "y1": 1,
-        "fillcolor": "@band",
-        "line": {"width": 0},
-        "layer": "below",
-    }
-    x = axis("Perplexity against BF16 fine-tuned, %", range=[-reach, reach], zeroline=True, zerolinewidth=2)
-    words = "; ".join(f"{r.method.label} {spread(r.gap_percent, percent)}" for r in results)
+    traces: list[Trace] = []
+    values = [BOUND_PERCENT]
+    for place, (result, gap) in enumerate(results):
+        traces += _gap_traces(result, gap, place)
+        values += [abs(value) for _, value in result.gap_by_seed]
+        values += [abs(result.change_before.mean)] if result.change_before else []
+    reach = 1.15 * max(values)
+    names = [label(result.method.label) for result, _ in results]
+    ticks: Layout = {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": names, "zeroline": False}
+    x = axis("Perplexity against BF16, %", range=[-reach, reach], zeroline=True, zerolinewidth=2)
+    words = "; ".join(f"{result.method.label} {spread(gap, percent)}" for result, gap in results)
+    bound = percent(BOUND_PERCENT, 0, signed=False)
     return Chart(
         "gap",
         "Gap to BF16 after fine-tuning",
-        f"Gap to BF16 fine-tuned for the same steps: {words}. The band is {BOUND_PERCENT} % to either side.",
+        f"Gap to BF16 fine-tuned for the same steps: {words}.",
         traces,
-        layout(x, axis(autorange="reversed", ticklabelstandoff=6), shapes=[band]),
+        layout(x, axis(range=[len(names) - 0.5, -0.6], ticklabelstandoff=6, **ticks), shapes=[_band()]),
         [],
-        64 * len(results) + 90,
+        62 * len(names) + 80,
+        f"Dots: fine-tuned, one for each seed. Rings: without training. The band is {bound} to either side of BF16.",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 
 from octavo.report.analysis import finetune_results, ptq_results
@@ -10,20 +11,29 @@ from octavo.report.tables import Cell, Column, Table
 from octavo.report.wording import ABSENT, duration, optional, rate, significant, size
 
 _HASH_TONE = "mono"
+_RAISED = str.maketrans("-0123456789", "\u207b\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
 
 
 def _words(*titles: str) -> list[Column]:
     return [Column(title, numeric=False) for title in titles]
 
 
+def limit(value: float) -> str:
+    """A format's limit: four digits, and the power of two that it is, if it is one."""
+    written = significant(value, 4)
+    if "." in written and "e" not in written:
+        written = written.rstrip("0").rstrip(".")
+    mantissa, exponent = math.frexp(value)
+    return f"{written} = 2{str(exponent - 1).translate(_RAISED)}" if mantissa == 0.5 else written
+
+
 def formats_table(record: Record) -> Table:
-    """finfo of each format: bits, largest, smallest normal and subnormal value, eps."""
+    """The limits of each format: bits, largest, smallest normal and subnormal value, eps."""
     rows = []
     for row in record.all("format"):
         bits = optional(number(row, "bits"), lambda value: f"{value:.0f}")
         limits = [
-            Cell(optional(number(row, key), lambda value: significant(value, 4)))
-            for key in ("max", "smallest_normal", "smallest_subnormal", "eps")
+            Cell(optional(number(row, key), limit)) for key in ("max", "smallest_normal", "smallest_subnormal", "eps")
         ]
         rows.append([Cell(text(row, "name")), Cell(bits), *limits])
     titles = ("Bits", "Largest", "Smallest normal", "Smallest subnormal", "eps")
@@ -81,7 +91,9 @@ def _pairs(caption: str, entries: list[tuple[str, str, str]]) -> Table:
 def command_line(record: Record) -> str:
     """The command that made the record, quoted for a shell; empty when unknown."""
     command = record.last("run").get("command")
-    return shlex.join(str(part) for part in command) if isinstance(command, list) else text(record.last("run"), "command")
+    return (
+        shlex.join(str(part) for part in command) if isinstance(command, list) else text(record.last("run"), "command")
+    )
 
 
 def machine_table(record: Record) -> Table:

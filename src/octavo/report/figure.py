@@ -57,7 +57,7 @@ def label(words: str) -> str:
 def axis(title: str = "", **more: Any) -> Layout:
     """An axis with a quiet grid that makes room for its own labels."""
     quiet = {"gridcolor": "@grid", "linecolor": "@axis", "zerolinecolor": "@axis", "automargin": True}
-    return {**quiet, "title": {"text": label(title), "standoff": 8}, **more}
+    return {**quiet, "title": {"text": label(title), "standoff": 8, "font": {"size": 13}}, **more}
 
 
 def layout(x: Layout, y: Layout, **more: Any) -> Layout:
@@ -68,11 +68,16 @@ def layout(x: Layout, y: Layout, **more: Any) -> Layout:
         "font": {"color": "@ink", "family": "system-ui, sans-serif", "size": 13},
         "margin": {"l": 8, "r": 16, "t": 8, "b": 8},
         "hoverlabel": {"bgcolor": "@panel", "bordercolor": "@axis", "font": {"color": "@ink"}},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "xanchor": "left"},
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "itemwidth": 40},
         "xaxis": x,
         "yaxis": y,
         **more,
     }
+
+
+def whole(step: float) -> int | float:
+    """``step`` as an integer if it is one, which is shorter in the page."""
+    return int(step) if step == int(step) else step
 
 
 def show(**choices: str | list[str]) -> dict[str, Any]:

@@ -9,7 +9,10 @@ TERMS = [
         "A 16-bit format with the range of fp32 and 8 bits of precision: what models are usually trained in, "
         "and what everything here is compared with.",
     ),
-    ("Block scaling", "One scale for every 128 values or every 128 by 128 block, so that an outlier spoils only its block."),
+    (
+        "Block scaling",
+        "One scale for every 128 values or every 128 by 128 block, so that an outlier spoils only its block.",
+    ),
     ("Current scaling", "The scale is computed from the tensor at hand, just before it is cast. Also called dynamic."),
     ("Decode", "Generating tokens one by one after the prompt, each reusing the KV cache."),
     (
@@ -41,7 +44,7 @@ TERMS = [
     ("Scale", "value = code × scale: the factor between an 8-bit code and the number that it stands for."),
     (
         "SQNR",
-        "Signal to quantization noise, in dB: 20 dB is an error of 10 % (root mean square), 30 dB of 3 %. Higher is better.",
+        "Signal to quantization noise: 20 dB is an error of 10 % (root mean square), 30 dB of 3 %. Higher is better.",
     ),
     ("Underflow", "The share of non-zero values that become zero in the cast."),
 ]

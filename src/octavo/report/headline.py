@@ -45,7 +45,7 @@ def leading_ptq(results: list[PtqResult]) -> PtqResult | None:
     """The FP8 method that speaks for all: row-wise, otherwise the first one that has a change."""
     known = [result for result in _fp8(results) if result.change_percent is not None]
     rowwise = [result for result in known if result.method.color == "@green"]
-    return (rowwise or known or [None])[0]
+    return next(iter(rowwise or known), None)
 
 
 def _seeds(value: Spread) -> str:
@@ -61,8 +61,10 @@ def _ptq_sentences(results: list[PtqResult]) -> list[Sentence]:
     if baseline is not None and baseline.perplexity is not None and leader.perplexity is not None:
         before, after = decimals(baseline.perplexity.mean, 2), decimals(leader.perplexity.mean, 2)
         figures = f", from {before} to {after}"
-    tone = GOOD if abs(change.mean) <= BOUND_PERCENT else PLAIN
-    first = f"{leader.method.label} changes perplexity by {spread(change, percent)} without training{figures}"
+    tone = GOOD if change.mean <= BOUND_PERCENT else PLAIN
+    cost = "costs" if change.mean > 0 else "changes perplexity by"
+    what = " perplexity" if change.mean > 0 else ""
+    first = f"{leader.method.label} {cost} {spread(change, percent)}{what} without training{figures}"
     sentences = [Sentence(f"{first} ({_seeds(change)}).", tone)]
     others = [
         f"{result.method.label} {spread(result.change_percent, percent)}"
@@ -165,7 +167,8 @@ def tiles(record: Record) -> list[Tile]:
         worst = max(gaps, key=lambda pair: pair[0])[1]
         assert worst.gap_percent is not None
         tone = GOOD if abs(worst.gap_percent.mean) <= BOUND_PERCENT else BAD
-        caption = f"farthest from 16 bits after fine-tuning, {worst.method.label}"
+        among = f", worst of {len(gaps)}" if len(gaps) > 1 else ""
+        caption = f"perplexity against 16 bits, fine-tuned{among}: {worst.method.label}"
         found.append(Tile(percent(worst.gap_percent.mean), caption, tone))
     share = factor(leader.weight_bytes, baseline.weight_bytes) if leader and baseline else None
     if share is not None:
@@ -192,8 +195,8 @@ def emulation_banner(record: Record) -> str:
     machine = text(run, "device_name") or text(run, "device") or "this machine"
     if not native:
         return (
-            f"FP8 arithmetic was emulated on {machine}: the results are those of FP8 to the bit, the time they took is "
-            "not. Wherever a figure of speed is marked as emulated, it is the speed of the emulation and "
+            f"FP8 arithmetic was emulated on {machine}. Perplexity, accuracy and memory are those of FP8; the times "
+            "are not. Every figure of speed that is marked or hatched is the speed of the emulation: "
             "these figures are no speed of FP8."
         )
     return (
@@ -226,7 +229,7 @@ def missing(record: Record) -> list[str]:
             note = text(row, "note")
             lacking.append(f"phase {text(row, 'name')}: {text(row, 'status')}{f' ({note})' if note else ''}")
     if record.skipped:
-        lacking.append(f"{record.skipped} entries of the record are no rows (no kind) and were left out")
+        lacking.append(f"what is in {record.skipped} of its entries, which have no kind and were left out")
     without_figure = [text(row, "method") for row in record.all("ptq") if number(row, "perplexity") is None]
     if without_figure:
         lacking.append(f"the perplexity of {enumeration(list(dict.fromkeys(without_figure)))}")

@@ -34,7 +34,7 @@ def _json(value: Any) -> str:
 
 def _title(record: Record) -> str:
     preset = text(record.last("model"), "preset") or text(record.last("run"), "preset")
-    return f"What FP8 does to {preset}" if preset else "What FP8 does to this model"
+    return f"What FP8 does to the model {preset}" if preset else "What FP8 does to this model"
 
 
 def _subtitle(record: Record) -> str:
@@ -82,17 +82,18 @@ def build(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
     """Write the report of ``rows`` to ``path``: one self-contained HTML file.
 
     Rows that are missing (a partial study) are named on the page. The file is written under a temporary name beside
-    ``path`` and then renamed, so a reader never meets half a page. Raises ModuleNotFoundError when the ``study`` extra is
-    absent, and OSError when the folder cannot be written.
+    ``path`` and then renamed, so a reader never meets half a page. Raises ModuleNotFoundError when the ``study`` extra
+    is absent, and OSError when the folder cannot be written.
     """
     path = Path(path)
     page = render(rows)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = Path(name)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(page)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        temporary.chmod(0o644)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

@@ -32,6 +32,11 @@ class Column:
     unit: str = ""
     numeric: bool = True
 
+    @property
+    def name(self) -> str:
+        """Title and unit, which together tell the columns of a table apart."""
+        return f"{self.title} {self.unit}".strip()
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -50,6 +55,13 @@ class Table:
     columns: list[Column]
     rows: list[list[Cell]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+
+def filled(table: Table) -> Table:
+    """``table`` without the columns in which every cell is absent (such as peak memory on a CPU)."""
+    kept = [i for i in range(len(table.columns)) if any(row[i].text != ABSENT for row in table.rows)]
+    rows = [[row[i] for i in kept] for row in table.rows]
+    return Table(table.caption, [table.columns[i] for i in kept], rows, table.notes)
 
 
 def _accuracy(value: Spread | None) -> str:
@@ -88,7 +100,7 @@ def _ptq_cells(result: PtqResult) -> list[Cell]:
         _timed(optional(result.ttft_s.mean if result.ttft_s else None, duration), result.execution),
         _timed(optional(result.prefill.mean if result.prefill else None, rate), result.execution),
         _timed(optional(result.decode.mean if result.decode else None, rate), result.execution),
-        Cell(result.execution or ABSENT),
+        Cell(result.execution.replace(" ", SPACE) or ABSENT),
     ]
 
 
@@ -110,7 +122,7 @@ def ptq_table(record: Record) -> Table:
     notes = _seeds_note([result.perplexity for result in results])
     notes += _emulated_note([result.execution for result in results])
     notes += [f"{result.method.label}: {note}" for result in results for note in result.notes]
-    return Table("Quantized without training", columns, [_ptq_cells(result) for result in results], notes)
+    return filled(Table("Figures by method", columns, [_ptq_cells(result) for result in results], notes))
 
 
 def finetune_table(record: Record) -> Table:
@@ -133,7 +145,7 @@ def finetune_table(record: Record) -> Table:
                 Cell(_accuracy(result.accuracy)),
                 _timed(optional(result.steps_per_s.mean if result.steps_per_s else None, rate), result.execution),
                 Cell(optional(result.peak_memory.mean if result.peak_memory else None, size)),
-                Cell(result.execution or ABSENT),
+                Cell(result.execution.replace(" ", SPACE) or ABSENT),
             ]
         )
     columns = [
@@ -153,7 +165,7 @@ def finetune_table(record: Record) -> Table:
     notes = [f"{rate(max(steps))} steps each, from the same start and in the same order of data"] if steps else []
     notes += _seeds_note([result.perplexity for result in results])
     notes += _emulated_note([result.execution for result in results])
-    return Table("Fine-tuned", columns, rows, notes)
+    return filled(Table("Figures by method, fine-tuned", columns, rows, notes))
 
 
 _VERDICT = {
@@ -172,7 +184,7 @@ def claims_table(record: Record) -> Table:
         names = ("claimed", "measured", "why", "source")
         rows.append([Cell(text(row, "claim")), verdict, *(Cell(text(row, name) or ABSENT) for name in names)])
     titles = ("Claim", "Verdict", "Claimed", "Measured here", "Why", "Source")
-    return Table("Common claims", [Column(title, numeric=False) for title in titles], rows)
+    return Table("Claims and measurements", [Column(title, numeric=False) for title in titles], rows)
 
 
 def worst_layers_table(record: Record, num_layers: int = 5) -> Table:

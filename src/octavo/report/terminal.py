@@ -10,6 +10,24 @@ from octavo.report.headline import BAD, GOOD, WITHOUT, emulation_banner, missing
 from octavo.report.record import Record
 from octavo.report.tables import Cell, Table, claims_table, finetune_table, ptq_table
 
+_PTQ = [
+    "Method",
+    "Perplexity",
+    "Change",
+    "Weights Linear layers",
+    "Decode tokens/s",
+    "Execution",
+]
+_TUNED = [
+    "Fine-tuned in",
+    "Perplexity as served",
+    "Gap to BF16 fine-tuned",
+    "Recovered of that change",
+    "Training steps/s",
+    "Peak memory",
+    "Execution",
+]
+_CLAIMS = ["Claim", "Verdict", "Measured here"]
 _STYLE = {"good": "green", "bad": "red", "muted": "dim", "": ""}
 _MARK = {GOOD: ("\u2713", "green"), BAD: ("\u2717", "red"), WITHOUT: ("\u00b7", "dim")}
 
@@ -18,11 +36,14 @@ def _cell(text_type: Any, cell: Cell) -> Any:
     return text_type(cell.text, style=_STYLE.get(cell.tone, ""))
 
 
-def _table(table: Table, kept: list[int]) -> Any:
-    """``table`` with the columns ``kept``, the rest being left to the page."""
+def _table(table: Table, names: list[str]) -> Any:
+    """``table`` with the columns of these names, the rest being left to the page."""
+    kept = [index for index, column in enumerate(table.columns) if column.name in names]
     rich_table = require("rich.table", "the terminal summary")
     rich_text = require("rich.text", "the terminal summary")
-    shown = rich_table.Table(title=rich_text.Text(table.caption, style="bold"), title_justify="left")
+    box = require("rich.box", "the terminal summary").SIMPLE_HEAD
+    title = rich_text.Text(table.caption, style="bold")
+    shown = rich_table.Table(title=title, title_justify="left", box=box, padding=(0, 1, 0, 0))
     for index in kept:
         column = table.columns[index]
         heading = f"{column.title}\n{column.unit}" if column.unit else column.title
@@ -49,13 +70,13 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> Any:
         parts.append(text_type(f"! {banner}", style="yellow"))
     if lacking := missing(record):
         parts.append(text_type(f"Not in this record: {'; '.join(lacking)}.", style="dim"))
-    for table, kept in (
-        (ptq_table(record), [0, 1, 2, 3, 4, 7, 8, 9]),
-        (finetune_table(record), [0, 2, 3, 5, 8, 9, 10]),
-        (claims_table(record), [0, 1, 3]),
+    for table, names in (
+        (ptq_table(record), _PTQ),
+        (finetune_table(record), _TUNED),
+        (claims_table(record), _CLAIMS),
     ):
         if table.rows:
             parts.append(text_type(""))
-            parts.append(_table(table, kept))
+            parts.append(_table(table, names))
             parts += [text_type(note, style="dim") for note in table.notes[:2]]
     return group(*parts)

@@ -26,7 +26,7 @@
     for (const input of document.querySelectorAll(`[data-chart="${name}"]`)) {
       const control = input.dataset.control;
       values[control] = values[control] || [];
-      if (input.tagName === "SELECT" || input.checked) values[control].push(input.value);
+      if (input.type !== "checkbox" || input.checked) values[control].push(input.value);
     }
     return values;
   }
@@ -44,22 +44,33 @@
     place[last] = value;
   }
 
+  // Bars carry their figures beside them: the axis ends where the longest of these still fits, however narrow the page.
+  function roomForTexts(bars, width) {
+    const values = bars.flatMap((bar) => bar.x);
+    const [low, high] = [Math.min(0, ...values), Math.max(0, ...values)];
+    const letters = Math.max(...bars.flatMap((bar) => bar.text.map((words) => words.length)));
+    const names = Math.max(...bars.flatMap((bar) => bar.y.map((words) => words.length)));
+    const share = Math.min(0.7, (6.8 * letters + 10) / Math.max(60, width - 6.8 * names - 40));
+    const room = ((high - low || 1) * share) / (1 - share);
+    return [low < 0 ? low - room : 0, high + room];
+  }
+
   function draw(name) {
     const figure = figures[name];
     const values = chosen(name);
     const palette = getComputedStyle(root);
-    const named = new Set();
-    const data = figure.data.filter((trace) => shown(trace, values)).map((trace) => {
-      const first = trace.showlegend !== false && !named.has(trace.legendgroup || trace.name);
-      if (first) named.add(trace.legendgroup || trace.name);
-      return { ...painted(trace, palette), showlegend: first };
-    });
+    const drawn = figure.data.filter((trace) => shown(trace, values));
+    // One legend entry a group: that of its last trace.
+    const last = new Map(drawn.filter((trace) => trace.legendgroup).map((trace) => [trace.legendgroup, trace]));
+    const data = drawn.map((trace) => ({ ...painted(trace, palette), showlegend: last.get(trace.legendgroup) === trace }));
     const layout = painted(figure.layout, palette);
     for (const [control, changes] of Object.entries(figure.layouts)) {
       for (const value of values[control] || []) {
         for (const [path, change] of Object.entries(changes[value] || {})) assign(layout, path, painted(change, palette));
       }
     }
+    const bars = drawn.filter((trace) => trace.type === "bar");
+    if (bars.length) layout.xaxis.range = roomForTexts(bars, document.getElementById("chart-" + name).clientWidth);
     layout.uirevision = JSON.stringify(values);
     return Plotly.react("chart-" + name, data, layout, config);
   }
@@ -72,6 +83,11 @@
   for (const input of document.querySelectorAll("[data-chart]")) {
     input.addEventListener("change", () => draw(input.dataset.chart));
   }
+  let width = innerWidth;
+  addEventListener("resize", () => {
+    if (innerWidth !== width) drawAll();
+    width = innerWidth;
+  });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   addEventListener("beforeprint", () => { root.classList.add("printing"); drawAll(); });
   addEventListener("afterprint", () => { root.classList.remove("printing"); drawAll(); });

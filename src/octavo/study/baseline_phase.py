@@ -1,0 +1,100 @@
+"""Phase `baseline`: train the model in 16 bits; its best weights are the start of everything that follows."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+
+from torch import nn
+
+from octavo.study.budget import fit
+from octavo.study.checkpoint import load_weights
+from octavo.study.record import Row
+from octavo.study.run import Run
+from octavo.study.training import BEST, Precision, Trainer, TrainingPlan
+
+BASELINE = "baseline"
+_PROBE_STEPS = 4
+_OVERHEAD = 1.15  # validation and logging beside the steps themselves
+
+
+def train_baseline(run: Run) -> list[Row]:
+    """Train, keep the best weights in baseline/best.safetensors; rows `train_step`, `validation`, `adjustment`."""
+    model = run.new_model()
+    steps, rows = baseline_steps(run, model)
+    preset = run.preset
+    plan = TrainingPlan(
+        steps=steps,
+        learning_rate=preset.learning_rate,
+        warmup=preset.warmup,
+        evaluate_every=max(1, steps // preset.evaluations),
+        log_every=1 if run.device.type == "cpu" else 10,
+        seed=run.settings.seed,
+        dtype=run.half,
+    )
+    trainer = Trainer(
+        compiled(run, model),
+        plan,
+        run.batches(run.settings.seed),
+        run.evaluator("validation", preset.validation_tokens),
+        phase=BASELINE,
+        precision=Precision(method=run.settings.dtype),
+        folder=run.folder / BASELINE,
+    )
+    run.progress.phase(BASELINE, steps, "steps")
+    return rows + trainer.run(run.progress, run.stop).rows
+
+
+def baseline_steps(run: Run, model: nn.Module) -> tuple[int, list[Row]]:
+    """The number of steps: asked for, or by epochs, shrunk to the time limit; and the `adjustment` row if shrunk."""
+    settings = run.settings
+    wanted = run.preset.steps
+    if settings.epochs is not None:
+        wanted = max(1, round(settings.epochs * run.batches(settings.seed).steps_per_epoch))
+    available = run.budget.seconds_for(BASELINE)
+    if available is None or run.is_decided("baseline-steps"):
+        return run.decided("baseline-steps", wanted, [])
+    seconds = step_seconds(run, copy.deepcopy(model), Precision(method=settings.dtype)) * _OVERHEAD
+    return run.decided("baseline-steps", *fit(wanted, seconds, available, phase=BASELINE, what="steps"))
+
+
+def step_seconds(run: Run, model: nn.Module, precision: Precision) -> float:
+    """Seconds of one training step (fastest of a few, the first left out); `model` is used up."""
+    plan = TrainingPlan(
+        steps=1, learning_rate=0.0, warmup=0, evaluate_every=10**9, seed=run.settings.seed, dtype=run.half
+    )
+    trainer = Trainer(
+        model,
+        plan,
+        run.batches(run.settings.seed),
+        run.evaluator("validation", 1),
+        phase="probe",
+        precision=precision,
+        folder=run.folder / "probe",
+    )
+    times = []
+    for _ in range(_PROBE_STEPS):
+        start = time.perf_counter()
+        trainer.train_steps(1)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def baseline_weights(run: Run) -> Path:
+    """Where the best weights lie."""
+    return run.folder / BASELINE / BEST
+
+
+def baseline_model(run: Run) -> nn.Module:
+    """A fresh fp32 model with the baseline's best weights, on the run's device."""
+    model = run.new_model()
+    load_weights(model, baseline_weights(run))
+    return model
+
+
+def compiled(run: Run, model: nn.Module) -> nn.Module:
+    """The model, compiled in place where the settings ask for it (its keys stay)."""
+    if run.settings.compile:
+        model.compile()
+    return model

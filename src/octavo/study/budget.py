@@ -1,0 +1,50 @@
+"""A time limit shared out among phases, so that a study always reaches its report.
+
+Each phase may use the share of the remaining time that its weight has among the phases still to come. What a phase
+leaves unused goes to the later ones by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from octavo.study.record import Row
+
+WEIGHTS = {"data": 10.0, "baseline": 40.0, "ptq": 25.0, "finetune": 30.0, "report": 4.0}
+
+
+class TimeBudget:
+    """The seconds a study may take, from its construction on; None means without limit."""
+
+    def __init__(self, limit_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start the clock."""
+        self.limit_s, self._clock = limit_s, clock
+        self._start = clock()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._start
+
+    def seconds_for(self, phase: str) -> float | None:
+        """What `phase` may take if it starts now, in seconds (at least 0), or None without a limit."""
+        if self.limit_s is None:
+            return None
+        names = list(WEIGHTS)
+        to_come = names[names.index(phase) :]
+        left = max(0.0, self.limit_s - self.elapsed)
+        return left * WEIGHTS[phase] / sum(WEIGHTS[name] for name in to_come)
+
+
+def fit(
+    wanted: int, seconds_each: float, available_s: float | None, *, phase: str, what: str, least: int = 1
+) -> tuple[int, list[Row]]:
+    """How many of `wanted` units fit into `available_s`, at least `least`, and the `adjustment` row if fewer."""
+    if available_s is None or wanted * seconds_each <= available_s:
+        return wanted, []
+    used = min(wanted, max(least, int(available_s / seconds_each)))
+    if used == wanted:
+        return wanted, []
+    why = f"{seconds_each:.3g} s each, {available_s:.0f} s left for this phase by the time limit"
+    return used, [{"kind": "adjustment", "phase": phase, "what": what, "wanted": wanted, "used": used, "why": why}]

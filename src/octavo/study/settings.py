@@ -1,0 +1,149 @@
+"""What a study is asked to do, and the presets that fill in the rest.
+
+`StudySettings` is what the user says; `Preset` is a model shape with the training that suits it. The learning rates
+are the usual ones for these widths, the numbers of steps are chosen for the time that a study may take: five minutes
+on two CPU cores for `tiny`, a few minutes on one large GPU for the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.study.model import ModelShape
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A model shape and the training, evaluation and timing that suit it; sizes in tokens, sequences and steps."""
+
+    shape: ModelShape
+    batch_size: int
+    steps: int
+    finetune_steps: int
+    learning_rate: float
+    finetune_learning_rate: float
+    warmup: int
+    evaluations: int
+    validation_tokens: int
+    test_tokens: int
+    evaluation_batch: int
+    generation_batch: int
+    tokenizer_vocabulary: int
+
+
+PRESETS: dict[str, Preset] = {
+    "tiny": Preset(
+        shape=ModelShape(layers=4, width=128, heads=4, context=128, vocab_size=2048),
+        batch_size=8,
+        steps=500,
+        finetune_steps=60,
+        learning_rate=3e-3,
+        finetune_learning_rate=3e-4,
+        warmup=30,
+        evaluations=5,
+        validation_tokens=16_384,
+        test_tokens=32_768,
+        evaluation_batch=16,
+        generation_batch=4,
+        tokenizer_vocabulary=2048,
+    ),
+    "gpt2": Preset(
+        shape=ModelShape(layers=12, width=768, heads=12, context=1024, vocab_size=50_304, dropout=0.1),
+        batch_size=32,
+        steps=300,
+        finetune_steps=100,
+        learning_rate=6e-4,
+        finetune_learning_rate=6e-5,
+        warmup=30,
+        evaluations=20,
+        validation_tokens=65_536,
+        test_tokens=131_072,
+        evaluation_batch=16,
+        generation_batch=16,
+        tokenizer_vocabulary=8192,
+    ),
+    "gpt2-medium": Preset(
+        shape=ModelShape(layers=24, width=1024, heads=16, context=1024, vocab_size=50_304, dropout=0.1),
+        batch_size=32,
+        steps=300,
+        finetune_steps=100,
+        learning_rate=3e-4,
+        finetune_learning_rate=3e-5,
+        warmup=30,
+        evaluations=20,
+        validation_tokens=65_536,
+        test_tokens=131_072,
+        evaluation_batch=16,
+        generation_batch=16,
+        tokenizer_vocabulary=8192,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudySettings:
+    """Everything that decides the outcome of a study; saved in the run's folder and compared when it is resumed."""
+
+    out: Path
+    preset: str = "tiny"
+    model_dir: Path | None = None
+    data: str = "docs"
+    data_dir: Path | None = None
+    seed: int = 0
+    steps: int | None = None
+    epochs: float | None = None
+    finetune_steps: int | None = None
+    dtype: str = "bf16"
+    methods: tuple[str, ...] | None = None
+    device: str = "cpu"
+    compile: bool = False
+    time_limit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work, each with the rule and the remedy."""
+        if self.preset not in PRESETS:
+            raise ValueError(f"preset {self.preset!r} is unknown; choose one of {', '.join(PRESETS)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is unknown; choose bf16 or fp16")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("steps and epochs exclude each other: both say how long to train; give one")
+        for name in ("steps", "finetune_steps", "epochs", "time_limit_s"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is {value}; it must be greater than 0")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; it must be 0 or more")
+
+    @property
+    def training(self) -> Preset:
+        """The preset with the settings' own numbers of steps in their places."""
+        preset = PRESETS[self.preset]
+        changes: dict[str, int] = {}
+        if self.steps is not None:
+            changes["steps"] = self.steps
+        if self.finetune_steps is not None:
+            changes["finetune_steps"] = self.finetune_steps
+        return dataclasses.replace(preset, **changes) if changes else preset
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings that must be the same when a run is resumed (the time limit may differ)."""
+        values = dataclasses.asdict(self)
+        del values["time_limit_s"], values["out"]
+        return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], out: Path, time_limit_s: float | None) -> StudySettings:
+        """Rebuild what `to_json` gave."""
+        fields = dict(values)
+        for name in ("model_dir", "data_dir"):
+            fields[name] = None if fields[name] is None else Path(fields[name])
+        if fields["methods"] is not None:
+            fields["methods"] = tuple(fields["methods"])
+        return cls(out=out, time_limit_s=time_limit_s, **fields)

@@ -32,6 +32,4 @@ def finfo(format: Format | torch.dtype) -> FormatInfo:
         name = str(format).removeprefix("torch.")
         return FormatInfo(name, info.bits, info.max, info.min, info.tiny, info.tiny * info.eps, info.eps)
     low = -format.max if format.signed else format.min_normal
-    return FormatInfo(
-        format.name, format.bits, format.max, low, format.min_normal, format.min_subnormal, format.eps
-    )
+    return FormatInfo(format.name, format.bits, format.max, low, format.min_normal, format.min_subnormal, format.eps)

@@ -15,7 +15,7 @@ the one of AMD's CDNA 3.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -93,6 +93,10 @@ class Format:
         if self.nan == "negative_zero":
             return 2 ** (self.bits - 1)
         return 2 ** (self.exponent_bits + self.mantissa_bits) - 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies and unpickled formats are the format itself, so that `is` holds.
+        return format_named, (self.name,)
 
     def __repr__(self) -> str:
         return self.name

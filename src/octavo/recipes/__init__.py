@@ -2,7 +2,7 @@
 
 from octavo.recipes.current import CurrentScaling
 from octavo.recipes.delayed import DelayedScaling
-from octavo.recipes.recipe import HYBRID, Accumulate, DelayedUpdate, FormatPair, Gemm, OperandName, Recipe
+from octavo.recipes.recipe import HYBRID, Accumulate, DelayedUpdate, FormatPair, Gemm, OperandName, Recipe, check_recipe
 from octavo.recipes.rowwise import RowwiseScaling
 from octavo.recipes.static import StaticScaling
 
@@ -18,4 +18,5 @@ __all__ = [
     "Recipe",
     "RowwiseScaling",
     "StaticScaling",
+    "check_recipe",
 ]

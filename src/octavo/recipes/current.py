@@ -27,6 +27,7 @@ class CurrentScaling(Recipe):
         check_format(self.format)
         if not 0 <= self.amax_epsilon < float("inf"):
             raise ValueError(f"amax_epsilon is {self.amax_epsilon}: expected 0 or a positive finite number")
+        self.complete()
 
     def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:
         """One scale a tensor, measured, the same in every product."""

@@ -50,6 +50,7 @@ class DelayedScaling(Recipe):
             raise ValueError(
                 f"amax_compute_algo is {self.amax_compute_algo!r}: expected 'max', 'most_recent' or a function"
             )
+        self.complete()
 
     def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:
         """One scale a tensor, from its history, the same in every product."""
@@ -67,4 +68,5 @@ class DelayedScaling(Recipe):
             algorithm=self.amax_compute_algo,
             margin=self.margin,
             reduce_amax=self.reduce_amax,
+            initialise_from_first_batch=self.initialise_from_first_batch,
         )

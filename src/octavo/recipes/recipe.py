@@ -16,7 +16,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Union
+from typing import Any, ClassVar, Literal, NamedTuple, Union
 
 from octavo.formats import E4M3, E5M2, Format
 from octavo.kernels import Accumulation
@@ -58,6 +58,21 @@ class Accumulate:
                 raise ValueError(f"accumulate.{gemm} is {getattr(self, gemm)!r}: expected 'fast' or 'precise'")
 
 
+class LinearSpecs(NamedTuple):
+    """What a recipe says of the three products of a Linear.
+
+    Attributes:
+        input, weight, grad_output: the operands' specs.
+        dgrad_fp8, wgrad_fp8: False runs that product in high precision.
+    """
+
+    input: QuantizeSpec
+    weight: QuantizeSpec
+    grad_output: QuantizeSpec
+    dgrad_fp8: bool
+    wgrad_fp8: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe(ABC):
     """What all recipes share.
@@ -73,6 +88,8 @@ class Recipe(ABC):
     backward: Literal["fp8", "high_precision"] = "fp8"
     overrides: Any = ()
 
+    linear: ClassVar[LinearSpecs]  # of each instance, set by `complete`
+
     def __post_init__(self) -> None:
         if self.backward not in ("fp8", "high_precision"):
             raise ValueError(f"backward is {self.backward!r}: expected 'fp8' or 'high_precision'")
@@ -80,6 +97,18 @@ class Recipe(ABC):
             raise ValueError(f"accumulate is {self.accumulate!r}: expected an octavo.recipes.Accumulate")
         pairs = self.overrides.items() if isinstance(self.overrides, Mapping) else self.overrides
         object.__setattr__(self, "overrides", tuple(_checked_override(pair) for pair in pairs))
+
+    def complete(self) -> None:
+        """Ask `spec` everything once; the last line of every recipe's `__post_init__`."""
+        x, w = self.spec("fprop", "input"), self.spec("fprop", "weight")
+        dgrad, wgrad = self.spec("dgrad", "grad_output"), self.spec("wgrad", "grad_output")
+        if x is None or w is None:
+            raise ValueError(
+                f"{type(self).__name__}: the forward must be FP8; a layer without FP8 has no recipe at all"
+            )
+        # A gradient that no FP8 product takes still needs a spec to stand there; it is never used.
+        specs = LinearSpecs(x, w, dgrad or wgrad or x, dgrad is not None, wgrad is not None)
+        object.__setattr__(self, "linear", specs)
 
     @abstractmethod
     def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:
@@ -120,6 +149,13 @@ class DelayedUpdate:
     algorithm: Any
     margin: int
     reduce_amax: bool
+    initialise_from_first_batch: bool
+
+
+def check_recipe(recipe: Any) -> None:
+    """Raise ValueError unless `recipe` is a recipe or None."""
+    if not (recipe is None or isinstance(recipe, Recipe)):
+        raise ValueError(f"recipe is {recipe!r}: expected one of octavo.recipes, such as DelayedScaling(), or None")
 
 
 def as_pair(format: FormatChoice) -> FormatPair:
@@ -150,7 +186,9 @@ def _checked_override(pair: Any) -> tuple[str, Recipe | None]:
         pattern, recipe = pair
         re.compile(pattern)
     except (TypeError, ValueError, re.error) as error:
-        raise ValueError(f"override {pair!r} is no pair of a regular expression and a recipe or None: {error}") from None
+        raise ValueError(
+            f"override {pair!r} is no pair of a regular expression and a recipe or None: {error}"
+        ) from None
     if not (recipe is None or isinstance(recipe, Recipe)):
         raise ValueError(f"override {pattern!r} names {recipe!r}: expected a recipe, or None for high precision")
     return pattern, recipe

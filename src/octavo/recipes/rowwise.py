@@ -27,6 +27,7 @@ class RowwiseScaling(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_format(self.format)
+        self.complete()
 
     def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:
         """One scale a row, measured."""

@@ -27,8 +27,7 @@ class StaticScaling(Recipe):
         check_format(self.format)
         if self.input_scale is self.weight_scale is self.grad_output_scale is None:
             raise ValueError("StaticScaling without any scale: give input_scale or another, or use CurrentScaling")
-        for operand in ("input", "weight", "grad_output"):
-            self.spec("fprop", operand)  # type: ignore[arg-type]  # validates the scale
+        self.complete()
 
     def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:
         """The given scale, or a measured one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from octavo.report.figure import Chart, Control, Layout, Trace, axis, label, layout, show, whole
+from octavo.report.figure import Chart, Control, Layout, Trace, axis, label, layout, show, whole, wrapped
 from octavo.report.methods import method, without_training
 from octavo.report.record import Record, Row, number, text
 from octavo.report.wording import Spread
@@ -29,6 +29,11 @@ def short_names(layers: list[str]) -> list[str]:
     while all(len(part) > shared + 1 for part in parts) and len({part[shared] for part in parts}) == 1:
         shared += 1
     return [".".join(part[shared:]) for part in parts]
+
+
+def shortened(name: str, most: int = 24) -> str:
+    """``name`` with its middle left out when it is longer than ``most`` letters: both ends tell layers apart."""
+    return name if len(name) <= most else f"{name[: most // 2 - 1]}…{name[-(most // 2) :]}"
 
 
 def _means(record: Record, key: str) -> dict[tuple[str, str], float]:
@@ -76,8 +81,8 @@ def layer_chart(record: Record) -> Chart | None:
     layers = list(dict.fromkeys(text(row, "layer") for row in rows))
     labels = {text(row, "method"): text(row, "label") for row in record.all("ptq")}
     methods = sorted(record.methods("layer_error"), key=lambda name: method(name).order)
-    columns = [label(without_training(name, labels.get(name, "")).label).replace(", ", ",<br>") for name in methods]
-    short = [label(name) for name in short_names(layers)] if layers else []
+    columns = [wrapped(without_training(name, labels.get(name, "")).label, 16) for name in methods]
+    short = [label(shortened(name)) for name in short_names(layers)] if layers else []
     traces, choices = [], []
     for how in _QUANTITIES:
         key, title, unit, digits, factor = how

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from octavo.report.analysis import BOUND_PERCENT, FinetuneResult, PtqResult, finetune_results, ptq_results
-from octavo.report.figure import Chart, Control, Layout, Trace, axis, label, layout, show
+from octavo.report.figure import Chart, Control, Layout, Trace, axis, label, layout, show, wrapped
 from octavo.report.record import Record
 from octavo.report.wording import Spread, decimals, percent, spread
 
@@ -15,7 +15,7 @@ def bar(result_label: str, color: str, value: Spread, written: str, hatched: boo
     return {
         "type": "bar",
         "orientation": "h",
-        "y": [label(result_label)],
+        "y": [wrapped(result_label)],
         "x": [value.mean],
         "text": [label(written)],
         "textposition": "outside",
@@ -136,7 +136,7 @@ def gap_chart(record: Record) -> Chart | None:
         values += [abs(value) for _, value in result.gap_by_seed]
         values += [abs(result.change_before.mean)] if result.change_before else []
     reach = 1.15 * max(values)
-    names = [label(result.method.label) for result, _ in results]
+    names = [wrapped(result.method.label) for result, _ in results]
     ticks: Layout = {"tickmode": "array", "tickvals": list(range(len(names))), "ticktext": names, "zeroline": False}
     x = axis("Perplexity against BF16, %", range=[-reach, reach], zeroline=True, zerolinewidth=2)
     words = "; ".join(f"{result.method.label} {spread(gap, percent)}" for result, gap in results)

@@ -8,6 +8,7 @@ Colours are tokens (``@ink``, ``@blue``) that the page replaces by its light or 
 from __future__ import annotations
 
 import html
+import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +53,12 @@ class Chart:
 def label(words: str) -> str:
     """``words`` as plotly shows them: plotly reads a few HTML tags in its texts, so they are escaped."""
     return html.escape(words, quote=False)
+
+
+def wrapped(words: str, width: int = 20) -> str:
+    """``words`` on at most two lines of ``width`` letters, as plotly shows them; the rest is an ellipsis."""
+    lines = textwrap.wrap(words, width, max_lines=2, placeholder=" …")
+    return "<br>".join(label(line) for line in lines)
 
 
 def axis(title: str = "", **more: Any) -> Layout:

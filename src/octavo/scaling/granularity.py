@@ -13,6 +13,7 @@ two dimensions is seen as the matrix [product of the leading ones, last one].
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,10 @@ class Granularity:
         """The same blocks seen in the transposed matrix."""
         return next(g for g in GRANULARITIES if (g.rows, g.columns) == (self.columns, self.rows))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies and unpickled granularities are the granularity itself, so that `is` holds.
+        return granularity_named, (self.name,)
+
     def __repr__(self) -> str:
         return self.name
 
@@ -70,7 +75,7 @@ GRANULARITIES: tuple[Granularity, ...] = (
 
 
 def granularity_named(granularity: str | tuple[int, int] | Granularity) -> Granularity:
-    """"tensor", "row", "column", "mx" or the extent of a block, such as (1, 128), as a `Granularity`."""
+    """ "tensor", "row", "column", "mx" or the extent of a block, such as (1, 128), as a `Granularity`."""
     if isinstance(granularity, Granularity):
         return granularity
     for known in GRANULARITIES:

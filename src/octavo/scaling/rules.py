@@ -27,9 +27,7 @@ LARGEST_MULTIPLIER = 2.0**126
 ScaleRounding = Literal["up", "floor"]
 
 
-def multiplier_from_amax(
-    amax: Tensor, format: Format, *, epsilon: float = 0.0, power_of_two: bool = False
-) -> Tensor:
+def multiplier_from_amax(amax: Tensor, format: Format, *, epsilon: float = 0.0, power_of_two: bool = False) -> Tensor:
     """The multiplier that brings `amax` (float32, any shape) to the largest value of `format`.
 
     Args:

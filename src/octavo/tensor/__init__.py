@@ -6,6 +6,7 @@ from octavo.tensor.quantize import cast_to_representable, quantize
 from octavo.tensor.quantized_tensor import QuantizedTensor
 from octavo.tensor.quantizer import CurrentQuantizer, DelayedQuantizer, Operand, Quantizer, StaticQuantizer
 from octavo.tensor.spec import QuantizeSpec
+from octavo.tensor.weight_operand import operand_of
 
 __all__ = [
     "CurrentQuantizer",
@@ -17,6 +18,7 @@ __all__ = [
     "Quantizer",
     "StaticQuantizer",
     "cast_to_representable",
+    "operand_of",
     "quantize",
     "scaled_mm",
 ]

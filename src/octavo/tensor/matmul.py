@@ -60,9 +60,7 @@ def scaled_mm(
     if bias is not None and codes_b.shape[0] != columns:
         padded_bias = torch.nn.functional.pad(bias, (0, codes_b.shape[0] - columns))
     scale_b = qb.scale if qb.granularity is TENSOR else pad_row_scale(qb.scale.reshape(-1, 1))
-    out = scaled_mm_kernel(
-        codes_a, codes_b, pad_row_scale(qa.scale), scale_b, padded_bias, out_dtype, accumulate
-    )
+    out = scaled_mm_kernel(codes_a, codes_b, pad_row_scale(qa.scale), scale_b, padded_bias, out_dtype, accumulate)
     return out[:rows, :columns].contiguous()
 
 

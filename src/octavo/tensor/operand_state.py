@@ -12,6 +12,7 @@ Three rules keep it right under autograd, the compiler and checkpointing:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,12 +29,20 @@ class OperandState:
         history: [L]; position 0 is unused here and stands for `gathered` in a state dict.
         late_bound: the operand is a gradient, see the module.
         from_data: the scale is not known yet: measure it from the data until the next update.
-        folded_version: `gathered._version` when an update last looked.
+        closed_before: an update has been made.
+        closed_version: `gathered._version` at the last update.
     """
+
+    scale: Tensor
+    multiplier: Tensor
+    gathered: Tensor
+    history: Tensor
+    closed_version: int
 
     def __init__(self, device: torch.device | None = None, *, late_bound: bool = False) -> None:
         self.late_bound = late_bound
         self.from_data = False
+        self.closed_before = False
         self.reset(device)
 
     def reset(self, device: torch.device | None = None) -> None:
@@ -42,16 +51,16 @@ class OperandState:
         self.multiplier = torch.ones((), dtype=torch.float32, device=device)
         self.gathered = torch.zeros((), dtype=torch.float32, device=device)
         self.history = torch.zeros(1, dtype=torch.float32, device=device)
-        self.folded_version = self.gathered._version
+        self.closed_version = self.gathered._version
 
     def gather(self, amax: Tensor) -> None:
         """Merge the amax of one cast into this step's, by max."""
         self.gathered.copy_(torch.maximum(self.gathered, amax))
 
     @property
-    def has_gathered(self) -> bool:
-        """True if something was gathered since the last update; a host-side look, no synchronisation."""
-        return self.gathered._version != self.folded_version
+    def is_known(self) -> bool:
+        """True once there is a history, from an update or from a state dict."""
+        return self.history.shape[0] > 1
 
     def adopt(self, history: Tensor, scale: Tensor, multiplier: Tensor) -> None:
         """Take over the result of an update."""
@@ -61,7 +70,24 @@ class OperandState:
             self.multiplier.data.copy_(multiplier)
         else:
             self.scale, self.multiplier = scale, multiplier
-        self.from_data = False
+
+    def close_step(self, in_graph: bool) -> None:
+        """Begin to gather anew, after an update.
+
+        Args:
+            in_graph: the layer ran compiled. Compiled code may write `gathered` past its version counter, so whether it
+                did is not known: of a forward operand it did; of a gradient not before the second update, since the
+                first comes before the first backward.
+        """
+        if in_graph:
+            gathered = not self.late_bound or self.closed_before
+        else:
+            gathered = self.gathered._version != self.closed_version
+        self.from_data = self.from_data and not gathered
+        self.closed_before = True
+        self.gathered.zero_()
+        if not torch.compiler.is_compiling():
+            self.closed_version = self.gathered._version
 
     def resize(self, length: int) -> None:
         """Give the history another length, keeping the newest."""
@@ -92,6 +118,14 @@ class OperandState:
         self.gathered.copy_(self.history[0])
         self.from_data = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy's version counter starts anew: only whether it lies behind is worth keeping.
+        return {**self.__dict__, "closed_version": self.closed_version == self.gathered._version}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.closed_version = self.gathered._version if self.closed_version else -1
+
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Follow a module's `_apply` to another device; the dtype stays float32, and meta storage becomes real anew."""
         old = self.scale.device
@@ -103,4 +137,3 @@ class OperandState:
             return
         for name in ("scale", "multiplier", "gathered", "history"):
             setattr(self, name, getattr(self, name).to(new))
-        self.folded_version = -1

@@ -107,9 +107,7 @@ class QuantizedTensor(Tensor):
             known: QuantizedTensor = memo[id(self)]
             return known
         is_parameter = bool(getattr(self, "_is_param", False))
-        copy = QuantizedTensor(
-            self.codes.clone(), self.scale.clone(), self.granularity, self.dtype, self.requires_grad
-        )
+        copy = QuantizedTensor(self.codes.clone(), self.scale.clone(), self.granularity, self.dtype, self.requires_grad)
         if is_parameter:
             copy._is_param = True  # type: ignore[attr-defined]
         memo[id(self)] = copy

@@ -59,9 +59,7 @@ class CurrentQuantizer:
                 multiplier if columnwise else None,
                 inf_to_nan=spec.inf_to_nan,
             )
-            return Operand(
-                out.codes, scale if rowwise else None, out.codes_t, scale if columnwise else None
-            )
+            return Operand(out.codes, scale if rowwise else None, out.codes_t, scale if columnwise else None)
         # One scale a row of each layout: a row of the transposed matrix is a column of x.
         multiplier, scale = self._scale(x, ROW) if rowwise else (None, None)
         multiplier_t, scale_t = self._scale(x, COLUMN) if columnwise else (None, None)

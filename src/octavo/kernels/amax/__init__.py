@@ -19,6 +19,10 @@ def amax(x: Tensor, granularity: Granularity = TENSOR) -> Tensor:
 
     Returns:
         float32: [] for TENSOR, [M, 1] for ROW, [1, K] for COLUMN. inf and NaN are left out; 0 where nothing is left.
+        float64 is rounded to float32 first, and what is infinite then is left out too.
+
+    Raises:
+        ValueError: x is no floating-point matrix, or the granularity another one.
     """
     if torch.compiler.is_compiling():
         result: Tensor = _operator(x, granularity.name)
@@ -26,15 +30,18 @@ def amax(x: Tensor, granularity: Granularity = TENSOR) -> Tensor:
     return _launch(x, granularity)
 
 
-def unsupported_reasons(x: Tensor, granularity: Granularity) -> list[str]:
+def unsupported_reasons(x: Tensor) -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does."""
-    reasons = device_reasons(x.device)
-    if granularity not in (TENSOR, ROW, COLUMN):
-        reasons.append(f"granularity {granularity.name}: the kernel has tensor, row and column")
-    return reasons
+    return device_reasons(x.device)
 
 
 def _launch(x: Tensor, granularity: Granularity) -> Tensor:
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"amax takes a floating-point matrix [M, K], found {x.dtype} of shape {tuple(x.shape)}")
+    if granularity not in (TENSOR, ROW, COLUMN):
+        raise ValueError(
+            f"amax by tensor, row or column, found granularity {granularity.name}: use scaling.block_amax for blocks"
+        )
     if uses_triton(x) and x.numel():
         from octavo.kernels.amax.triton_kernel import amax_triton
 

@@ -10,7 +10,9 @@ from octavo.scaling import COLUMN, ROW, TENSOR, Granularity
 
 def amax_reference(x: Tensor, granularity: Granularity) -> Tensor:
     """As `octavo.kernels.amax.amax`; any device."""
-    # 1. Magnitudes; what is not finite counts as 0.  [M, K]
+    # 1. Magnitudes; what is not finite counts as 0, and so does what float32 cannot hold.  [M, K]
+    if x.dtype == torch.float64:
+        x = x.float()
     magnitude = torch.where(x.isfinite(), x.abs(), 0)
     if x.numel() == 0:
         shape = {TENSOR: (), ROW: (x.shape[0], 1), COLUMN: (1, x.shape[1])}[granularity]

@@ -7,6 +7,7 @@ The matrix is seen as [kept, reduced]; each index of `kept` has a result of its 
 Blocks of one result meet in an atomic maximum on memory that starts at zero; one block that covers `reduced` writes.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import torch

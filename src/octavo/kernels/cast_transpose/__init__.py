@@ -5,8 +5,8 @@
     amax    []       = largest finite |x|          (what delayed scaling gathers)
 
 M' and K' are M and K rounded up to a multiple of 16; what is added is zero. A Hopper FP8 product takes only K-major
-operands, so the forward product wants `codes` and the weight gradient, whose K is the number of tokens, wants `codes_t`.
-Bytes moved: 2 read and 2 written an element of bf16, against 2 + 1 + 1 + 1 of a cast and a transpose one after the other.
+operands, so the forward product wants `codes` and the weight gradient, whose K is the number of tokens, wants
+`codes_t`. Bytes moved an element of bf16: 2 read and 2 written, against 2 + 1 + 1 + 1 of a cast and then a transpose.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.formats import Format, format_named
+from octavo.formats import E4M3, E5M2, Format, format_named
 from octavo.kernels.cast_transpose.reference import cast_transpose_reference
 from octavo.kernels.layout import padded
 from octavo.kernels.library import register
-from octavo.kernels.triton_support import device_reasons, uses_triton
+from octavo.kernels.triton_support import device_reasons
 
 
 class CastOutput(NamedTuple):
@@ -52,19 +52,20 @@ def cast_transpose(
         codes [M', K'] and codes_t [K', M'] of `format.dtype`, contiguous; amax float32 [].
 
     Raises:
-        ValueError: x is no floating-point matrix.
+        ValueError: x is no floating-point matrix, or a multiplier has another shape.
     """
     if torch.compiler.is_compiling():
         codes, codes_t, amax = _operator(x, format.name, multiplier, multiplier_t, inf_to_nan)
-        return CastOutput(
-            None if multiplier is None else codes, None if multiplier_t is None else codes_t, amax
-        )
+        return CastOutput(None if multiplier is None else codes, None if multiplier_t is None else codes_t, amax)
     return _launch(x, format, multiplier, multiplier_t, inf_to_nan)
 
 
-def unsupported_reasons(x: Tensor) -> list[str]:
+def unsupported_reasons(x: Tensor, format: Format) -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does."""
-    return device_reasons(x.device)
+    reasons = device_reasons(x.device)
+    if format not in (E4M3, E5M2):
+        reasons.append(f"format {format.name}: NVIDIA's conversion instructions write E4M3 and E5M2")
+    return reasons
 
 
 def _launch(
@@ -74,7 +75,15 @@ def _launch(
         raise ValueError(
             f"cast_transpose takes a floating-point matrix [M, K], found {x.dtype} of shape {tuple(x.shape)}"
         )
-    if uses_triton(x) and x.numel():
+    for name, scales, shape in (
+        ("multiplier", multiplier, (x.shape[0], 1)),
+        ("multiplier_t", multiplier_t, (1, x.shape[1])),
+    ):
+        if scales is not None and scales.numel() != 1 and scales.shape != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(scales.shape)}; for x of shape {tuple(x.shape)} it takes [] or {list(shape)}"
+            )
+    if x.is_cuda and x.numel() and not unsupported_reasons(x, format):
         from octavo.kernels.cast_transpose.triton_kernel import cast_transpose_triton
 
         return CastOutput(*cast_transpose_triton(x, format, multiplier, multiplier_t, inf_to_nan))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
-
 from torch import Tensor
 
 from octavo.formats import Format, cast_float32
 from octavo.kernels.amax.reference import amax_reference
 from octavo.kernels.layout import pad_matrix
 from octavo.scaling import TENSOR
-
 
 _BITS = torch.uint8
 

@@ -3,8 +3,8 @@
     code = convert(clamp(fp32(x) * m, -M, M))     one multiplication, rounded to nearest
 
 and then, in the few blocks where inf or NaN is about, a second pass that writes the NaN code over what became of NaN
-(and, on request, of inf). So saturation and NaN are what `octavo.formats` says whatever the conversion instruction makes
-of them, and a block without any pays only for the maximum over bits, which amax takes anyway. (As a selection in every
+(and, on request, of inf). So saturation and NaN are what `octavo.formats` says whatever the conversion makes of them,
+and a block without any pays only for the maximum over bits, which amax takes anyway. (As a selection in every
 element it cost five instructions of about twenty; with more than 28 the kernel waits for them rather than for memory.)
 
 Of a bf16 block what passes through shared memory is x and not the codes: units of 16 bits have a transposing load, and
@@ -13,6 +13,7 @@ converting twice is cheaper than moving single bytes. The compiler chooses that 
 What pads the extents to multiples of 16 is written by the blocks at the edge.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import torch

@@ -4,6 +4,7 @@ Both divisions round to nearest (`div_rn`): Triton's `/` compiles to an approxim
 Every choice is a comparison that NaN fails, so that NaN passes through, as in the reference.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import math

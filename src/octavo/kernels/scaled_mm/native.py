@@ -56,9 +56,7 @@ def scaled_mm_native(
         # cuBLASLt takes a bias of the output's dtype, and none with a float32 output.
         inner = bias if bias is not None and out_dtype != torch.float32 and bias.dtype == out_dtype else None
         if bias is None or inner is not None:
-            return torch._scaled_mm(
-                a, b.t(), scale_a, scale_b, bias=inner, out_dtype=out_dtype, use_fast_accum=fast
-            )
+            return torch._scaled_mm(a, b.t(), scale_a, scale_b, bias=inner, out_dtype=out_dtype, use_fast_accum=fast)
         out = torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=torch.float32, use_fast_accum=fast)
         return (out + bias.float()).to(out_dtype)
     row, column = scale_a, scale_b.reshape(1, -1)

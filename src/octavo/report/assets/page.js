@@ -49,39 +49,52 @@
     const values = bars.flatMap((bar) => bar.x);
     const [low, high] = [Math.min(0, ...values), Math.max(0, ...values)];
     const letters = Math.max(...bars.flatMap((bar) => bar.text.map((words) => words.length)));
-    const names = Math.max(...bars.flatMap((bar) => bar.y.map((words) => words.length)));
+    const names = Math.max(...bars.flatMap((bar) => bar.y.flatMap((words) => words.split("<br>").map((line) => line.length))));
     const share = Math.min(0.7, (6.8 * letters + 10) / Math.max(60, width - 6.8 * names - 40));
     const room = ((high - low || 1) * share) / (1 - share);
     return [low < 0 ? low - room : 0, high + room];
   }
 
+  // A map in a narrow window: headings stand upright on one line, and the figures in the cells replace the scale.
+  function narrowed(trace, width) {
+    if (trace.type !== "heatmap" || width >= 560) return trace;
+    return { ...trace, x: trace.x.map((words) => words.replaceAll("<br>", " ")), showscale: false };
+  }
+
   function draw(name) {
+    const width = document.getElementById("chart-" + name).clientWidth;
     const figure = figures[name];
     const values = chosen(name);
     const palette = getComputedStyle(root);
     const drawn = figure.data.filter((trace) => shown(trace, values));
     // One legend entry a group: that of its last trace.
     const last = new Map(drawn.filter((trace) => trace.legendgroup).map((trace) => [trace.legendgroup, trace]));
-    const data = drawn.map((trace) => ({ ...painted(trace, palette), showlegend: last.get(trace.legendgroup) === trace }));
+    const data = drawn.map((trace) => ({ ...narrowed(painted(trace, palette), width), showlegend: last.get(trace.legendgroup) === trace }));
     const layout = painted(figure.layout, palette);
     for (const [control, changes] of Object.entries(figure.layouts)) {
       for (const value of values[control] || []) {
         for (const [path, change] of Object.entries(changes[value] || {})) assign(layout, path, painted(change, palette));
       }
     }
+    if (width < 560 && drawn.some((trace) => trace.type === "heatmap")) layout.xaxis.tickangle = -90;
     const bars = drawn.filter((trace) => trace.type === "bar");
-    if (bars.length) layout.xaxis.range = roomForTexts(bars, document.getElementById("chart-" + name).clientWidth);
+    if (bars.length) layout.xaxis.range = roomForTexts(bars, width);
     layout.uirevision = JSON.stringify(values);
     return Plotly.react("chart-" + name, data, layout, config);
   }
 
-  function drawAll() {
-    return Promise.all(Object.keys(figures).map(draw));
+  function drawSome(names) {
+    root.dataset.charts = "drawing";
+    return Promise.all(names.map(draw)).then(() => { root.dataset.charts = "drawn"; });
   }
 
-  drawAll().then(() => { root.dataset.charts = "drawn"; });
+  function drawAll() {
+    return drawSome(Object.keys(figures));
+  }
+
+  drawAll();
   for (const input of document.querySelectorAll("[data-chart]")) {
-    input.addEventListener("change", () => draw(input.dataset.chart));
+    input.addEventListener("change", () => drawSome([input.dataset.chart]));
   }
   let width = innerWidth;
   addEventListener("resize", () => {

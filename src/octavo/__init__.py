@@ -1,0 +1,31 @@
+"""Octavo: FP8 training and inference of transformers in PyTorch."""
+
+from octavo import recipes
+from octavo.formats import E4M3, E5M2, E8M0, Format, cast, finfo
+from octavo.modules import Linear
+from octavo.recipes import HYBRID
+from octavo.runtime import autocast, checkpoint, count_gemms, quantized_init, update_scales
+from octavo.tensor import QuantizedTensor, cast_to_representable, quantize, scaled_mm
+from octavo.version import __version__
+
+__all__ = [
+    "E4M3",
+    "E5M2",
+    "E8M0",
+    "HYBRID",
+    "Format",
+    "Linear",
+    "QuantizedTensor",
+    "__version__",
+    "autocast",
+    "cast",
+    "cast_to_representable",
+    "checkpoint",
+    "count_gemms",
+    "finfo",
+    "quantize",
+    "quantized_init",
+    "recipes",
+    "scaled_mm",
+    "update_scales",
+]

@@ -1,0 +1,172 @@
+"""Linear in FP8: three matrix products, and what autograd keeps between them.
+
+    fprop   y  [M, N] = x  [M, K] @ w  [N, K]^T + b
+    dgrad   dx [M, K] = dy [M, N] @ w  [N, K]
+    wgrad   dw [N, K] = dy [M, N]^T @ x [M, K]
+    dbias   db [N]    = sum of dy over M, in float32
+
+Every product takes K-major codes, so x and dy are needed in both layouts and w in both. Kept for the backward: the codes of
+x and of w in the layout that the backward wants (one byte an element each) with their scales, and nothing else; not the
+codes of x if w is frozen, not those of w if x needs no gradient. A product that runs in high precision keeps its operand
+in the dtype of the output instead. No product is computed that nobody needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.kernels import padded, runs_natively, scaled_mm
+from octavo.runtime import LinearPlan
+from octavo.tensor import Operand, QuantizedTensor, operand_of
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: LinearPlan,
+    out_dtype: torch.dtype,
+    cached_weight: Operand | None = None,
+) -> Tensor:
+    """y = x w^T + b with FP8 products -> [..., N] of `out_dtype`.
+
+    Args:
+        x: [..., K], any floating dtype.
+        weight: [N, K], a QuantizedTensor included.
+        bias: [N] or None.
+        plan: quantizers and precision of each product.
+        out_dtype: float32, bfloat16 or float16.
+        cached_weight: codes of the weight made before, in the layouts that are needed.
+    """
+    if torch.is_grad_enabled():
+        result: Tensor = _Linear.apply(x, weight, bias, plan, out_dtype, cached_weight)  # type: ignore[no-untyped-call]
+        return result
+    operand = cached_weight or quantize_weight(weight, plan, True, False)
+    return _fprop(plan.input(_as_rows(x), True, False), operand, bias, x, weight.shape[0], plan, out_dtype)
+
+
+def quantize_weight(weight: Tensor, plan: LinearPlan, rowwise: bool, columnwise: bool) -> Operand:
+    """Codes of a weight [N, K]; of one that is FP8 already, its own."""
+    if isinstance(weight, QuantizedTensor):
+        return operand_of(weight, plan.weight, rowwise, columnwise)
+    return plan.weight(weight, rowwise, columnwise)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: LinearPlan,
+        out_dtype: torch.dtype,
+        cached_weight: Operand | None,
+    ) -> Tensor:
+        needs_dx, needs_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        # 1. Codes, each in the layouts that somebody will use.
+        rows = plan.input(_as_rows(x), True, needs_dw and plan.wgrad_fp8)
+        operand = cached_weight
+        if operand is None:
+            operand = quantize_weight(weight, plan, True, needs_dx and plan.dgrad_fp8)
+        # 2. The product.  [M, K] @ [K, N] -> [M, N]
+        y = _fprop(rows, operand, bias, x, weight.shape[0], plan, out_dtype)
+        # 3. What the backward needs.
+        keeps_x, keeps_w = needs_dw and not plan.wgrad_fp8, needs_dx and not plan.dgrad_fp8
+        ctx.save_for_backward(
+            rows.codes_t,
+            rows.scale_t,
+            operand.codes_t if needs_dx and plan.dgrad_fp8 else None,
+            operand.scale_t if needs_dx and plan.dgrad_fp8 else None,
+            x.to(out_dtype) if keeps_x else None,
+            weight if keeps_w else None,
+        )
+        ctx.plan = plan
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.weight_dtype = weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        plan: LinearPlan = ctx.plan
+        x_codes_t, x_scale_t, w_codes_t, w_scale_t, x_high, w_high = ctx.saved_tensors
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        rows = _as_rows(dy)
+        num_out, num_in = rows.shape[1], ctx.x_shape[-1]
+        # 1. Codes of dy in the layouts that somebody will use.
+        dgrad_fp8, wgrad_fp8 = needs_dx and plan.dgrad_fp8, needs_dw and plan.wgrad_fp8
+        codes = plan.grad_output(rows, dgrad_fp8, wgrad_fp8) if dgrad_fp8 or wgrad_fp8 else None
+        dx = dw = db = None
+        # 2. dgrad.  [M, N] @ [N, K] -> [M, K]
+        if dgrad_fp8 and codes is not None:
+            _count(plan, "dgrad", codes.codes, w_codes_t)
+            dx = scaled_mm(codes.codes, w_codes_t, codes.scale, w_scale_t, None, ctx.x_dtype, plan.accumulate.dgrad)
+            dx = _unpadded(dx, rows.shape[0], num_in).reshape(ctx.x_shape)
+        elif needs_dx:
+            _count(plan, "dgrad", None, None)
+            dx = (rows @ _high(w_high, rows.dtype)).reshape(ctx.x_shape).to(ctx.x_dtype)
+        # 3. wgrad.  [N, M] @ [M, K] -> [N, K]
+        if wgrad_fp8 and codes is not None:
+            _count(plan, "wgrad", codes.codes_t, x_codes_t)
+            dw = scaled_mm(
+                codes.codes_t, x_codes_t, codes.scale_t, x_scale_t, None, ctx.weight_dtype, plan.accumulate.wgrad
+            )
+            dw = _unpadded(dw, num_out, num_in)
+        elif needs_dw:
+            _count(plan, "wgrad", None, None)
+            dw = (rows.t() @ _as_rows(x_high)).to(ctx.weight_dtype)
+        # 4. dbias, of the high-precision dy.  [M, N] -> [N]
+        if needs_db:
+            db = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dw, db, None, None, None
+
+
+def _fprop(
+    x_operand: Operand,
+    w_operand: Operand,
+    bias: Tensor | None,
+    x: Tensor,
+    num_out: int,
+    plan: LinearPlan,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """[M', K'] @ [K', N'] -> [..., N]"""
+    codes, scale = x_operand.codes, x_operand.scale
+    w_codes, w_scale = w_operand.codes, w_operand.scale
+    assert codes is not None and scale is not None and w_codes is not None and w_scale is not None, "asked for above"
+    _count(plan, "fprop", codes, w_codes)
+    if bias is not None and padded(num_out) != num_out:
+        bias = torch.nn.functional.pad(bias, (0, padded(num_out) - num_out))
+    y = scaled_mm(codes, w_codes, scale, w_scale, bias, out_dtype, plan.accumulate.fprop)
+    lead = x.shape[:-1]
+    # A view made inside an autograd Function could not be changed in place by the user; this one is not known as a view.
+    return torch.ops.aten._unsafe_view.default(_unpadded(y, lead.numel(), num_out), (*lead, num_out))
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """[..., K] as [M, K]."""
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _unpadded(out: Tensor, rows: int, columns: int) -> Tensor:
+    """The real part of a product of padded operands, contiguous."""
+    if out.shape[0] == rows and out.shape[1] == columns:
+        return out
+    return out[:rows, :columns].contiguous()
+
+
+def _high(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight.to(dtype)
+
+
+def _count(plan: LinearPlan, gemm: str, a: Tensor | None, b: Tensor | None) -> None:
+    if plan.count is None:
+        return
+    if a is None or b is None:
+        plan.count.add(plan.name, gemm, "high precision")
+    else:
+        plan.count.add(plan.name, gemm, "fp8" if runs_natively(a, b) else "fp8 emulated")

@@ -1,0 +1,65 @@
+"""delayed_update: one update of the amax histories and scales of many operands at once.
+
+    history' [n, L], scale' [n], multiplier' [n] = update(history [n, L], scale [n], last [n])
+
+Nothing is written in place and nothing is read on the host: what a forward has read stays as it was.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.delayed_update.reference import delayed_update_reference
+from octavo.kernels.library import register
+from octavo.scaling import AmaxComputeAlgo
+
+
+def delayed_update(
+    history: Tensor,
+    scale: Tensor,
+    last: Tensor,
+    format_max: float,
+    margin: int,
+    algorithm: AmaxComputeAlgo,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(history, scale, multiplier) after one update; see `octavo.scaling.history` for the rule.
+
+    Args:
+        history, scale, last: float32 [n, L], [n], [n].
+        format_max: M of the operands' format.
+        margin: headroom of 2^margin.
+        algorithm: "max", "most_recent", or a function of one window.
+    """
+    if torch.compiler.is_compiling() and isinstance(algorithm, str):
+        history, scale, multiplier = _operator(history, scale, last, format_max, margin, algorithm)
+        return history, scale, multiplier
+    return delayed_update_reference(history, scale, last, format_max, margin, algorithm)
+
+
+def _checked(
+    history: Tensor, scale: Tensor, last: Tensor, format_max: float, margin: int, algorithm: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Compiled code reaches this in a backward only if a checkpoint was put around a compiled function that holds the
+    # end of a step: its recompute would end the step a second time.
+    if torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "the end of a step of delayed scaling was reached inside a backward: a compiled function that contains"
+            " octavo.autocast is being recomputed by a checkpoint around it. Put the checkpoint inside the compiled"
+            " function, or the context outside of it"
+        )
+    return delayed_update_reference(history, scale, last, format_max, margin, algorithm)  # type: ignore[arg-type]
+
+
+_operator = register(
+    "delayed_update(Tensor history, Tensor scale, Tensor last, float format_max, SymInt margin, str algorithm)"
+    " -> (Tensor, Tensor, Tensor)",
+    _checked,
+    lambda history, scale, last, format_max, margin, algorithm: (
+        torch.empty_like(history),
+        torch.empty_like(scale),
+        torch.empty_like(scale),
+    ),
+)
+
+__all__ = ["delayed_update", "delayed_update_reference"]

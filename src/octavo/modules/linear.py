@@ -1,0 +1,218 @@
+"""octavo.Linear: an `nn.Linear` whose matrix products run in FP8.
+
+    y = x w^T + b       x [..., in], w [out, in], b [out], y [..., out]
+
+Parameters, their names, dtypes and initialisation are those of `nn.Linear`; delayed-scaling state rides beside them in
+the state dict, under `input_scale`, `input_amax_history` and the like. FP8 is on inside `octavo.autocast`, or wherever the
+layer has a recipe of its own; else the layer is an `nn.Linear` in every bit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from octavo.functional import linear, quantize_weight
+from octavo.recipes import Recipe, check_recipe
+from octavo.runtime import (
+    Call,
+    LayerState,
+    LinearPlan,
+    Observer,
+    init_mode,
+    layer_call,
+    plan_linear,
+)
+from octavo.tensor import Operand, QuantizedTensor, QuantizeSpec, quantize
+
+CachedWeight = Literal["refresh", "reuse"]
+_OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# After this many optimizer steps without an update the scales are no longer of this training.
+_STALE_STEPS = 2
+
+
+class FP8LinearMixin(nn.Module):
+    """What makes a linear layer an FP8 one: state, recipe, cache; shared by all layouts of the weight.
+
+    Attributes:
+        recipe: used where no `octavo.autocast` says otherwise; None: high precision there.
+        layer_name: qualified name in the converted model, for overrides and counts.
+        delayed_state: amax histories and scales.
+        observer: wraps the quantizers; None costs nothing.
+    """
+
+    recipe: Recipe | None
+    layer_name: str | None
+    delayed_state: LayerState
+    observer: Observer | None
+    weight: Tensor
+    bias: Tensor | None
+    _weight_cache: tuple[int, int, QuantizeSpec, Operand] | None
+
+    def become_fp8(self, recipe: Recipe | None, name: str | None = None) -> None:
+        """Give a linear layer what this class needs; parameters stay as they are."""
+        check_recipe(recipe)
+        self.recipe = recipe
+        self.layer_name = name
+        self.observer = None
+        self.delayed_state = LayerState(self.weight.device)
+        self._weight_cache = None
+        if recipe is not None and recipe.delayed is not None:
+            self.delayed_state.adopt_recipe(recipe)
+
+    def become_plain(self) -> None:
+        """Take away what `become_fp8` gave."""
+        for name in ("recipe", "layer_name", "observer", "delayed_state", "_weight_cache"):
+            del self.__dict__[name]
+
+    def matrix(self) -> Tensor:
+        """The weight as [out, in]."""
+        return self.weight
+
+    def run(self, x: Tensor, cached_weight: CachedWeight | None) -> Tensor:
+        """The forward of every layout: decide, quantize, multiply."""
+        if cached_weight not in (None, "refresh", "reuse"):
+            raise ValueError(f"cached_weight is {cached_weight!r}: expected None, 'refresh' or 'reuse'")
+        weight = self.matrix()
+        if x.shape[-1:] != weight.shape[1:]:
+            raise ValueError(
+                f"input has shape {tuple(x.shape)}: its last dimension must be in_features = {weight.shape[1]}"
+            )
+        call = layer_call(self.delayed_state, self.recipe, self.layer_name)
+        if call.recipe is None:
+            return self._high_precision(x, weight, call)
+        plan = plan_linear(call, self.delayed_state, self.layer_name or type(self).__name__, self.observer)
+        if call.recipe.delayed is not None and not torch.compiler.is_compiling():
+            self._notice_forgotten_update()
+        operand = None if cached_weight is None else self._cached(weight, plan, cached_weight)
+        return linear(x, weight, self.bias, plan, _out_dtype(x), operand)
+
+    def _high_precision(self, x: Tensor, weight: Tensor, call: Call) -> Tensor:
+        if call.gather and not torch.is_grad_enabled():
+            self._calibrate(x, weight)
+        if isinstance(weight, QuantizedTensor):
+            weight = weight.dequantize()
+        return nn.functional.linear(x, weight, self.bias)
+
+    def _calibrate(self, x: Tensor, weight: Tensor) -> None:
+        from octavo.kernels import amax
+
+        self.delayed_state.input.gather(amax(x.detach().reshape(-1, x.shape[-1])))
+        self.delayed_state.weight.gather(amax(weight.detach()))
+
+    def _cached(self, weight: Tensor, plan: LinearPlan, mode: CachedWeight) -> Operand | None:
+        """Codes of the weight in both layouts; made anew unless a cache of the very same values and spec exists."""
+        if torch.compiler.is_compiling():
+            # Whether the weight has changed since cannot be traced: compiled code quantizes each call.
+            return None
+        key = (id(self.weight), self.weight._version, plan.weight_spec)
+        cache = self._weight_cache
+        if mode == "reuse" and cache is not None and cache[:3] == key:
+            return cache[3]
+        with torch.no_grad():
+            operand = quantize_weight(weight, plan, True, True)
+        self._weight_cache = (*key, operand)
+        return operand
+
+    def _notice_forgotten_update(self) -> None:
+        """Warn once if the optimizer has stepped and no update has followed."""
+        state, version = self.delayed_state, self.weight._version
+        if version == state.weight_version or not torch.is_grad_enabled():
+            return
+        state.weight_version = version
+        state.stale_steps += 1
+        if state.stale_steps == _STALE_STEPS + 1:
+            warnings.warn(
+                f"{self.layer_name or type(self).__name__}: the weights changed {_STALE_STEPS} times and the scales of"
+                " delayed scaling did not follow: call octavo.update_scales(model) once a step, or run the forward"
+                " inside octavo.autocast",
+                stacklevel=4,
+            )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        module = super()._apply(fn, recurse)
+        self.delayed_state.apply(fn)
+        self._weight_cache = None
+        return module
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.delayed_state.recipe is not None:
+            destination.update(self.delayed_state.saved(prefix))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        if not self.delayed_state.load(state_dict, prefix) and f"{prefix}weight" in state_dict:
+            self.delayed_state.measure_next()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._weight_cache = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_weight_cache": None, "observer": None}
+
+
+class Linear(FP8LinearMixin, nn.Linear):
+    """`nn.Linear` with FP8 matrix products.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as `nn.Linear`, initialisation included.
+        recipe: FP8 with this recipe also outside of `octavo.autocast`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.become_fp8(recipe)
+        quantize_parameter(self)
+
+    def forward(self, input: Tensor, *, cached_weight: CachedWeight | None = None) -> Tensor:
+        """y = x w^T + b -> [..., out_features].
+
+        Args:
+            input: [..., in_features].
+            cached_weight: for micro-batches between which the weight does not change. "refresh" quantizes the weight and
+                keeps the codes, "reuse" takes them as long as the weight is the same (else it quantizes); None quantizes
+                and keeps nothing.
+        """
+        return self.run(input, cached_weight)
+
+
+def quantize_parameter(module: FP8LinearMixin) -> None:
+    """Inside `octavo.quantized_init`, replace a new layer's weight by its codes."""
+    mode = init_mode()
+    if mode is None:
+        return
+    spec = mode.recipe.weight_spec
+    if spec is None:
+        return
+    high = module.weight.detach()
+    codes = quantize(high, spec.format, spec.granularity, power_of_two=spec.power_of_two)
+    parameter = nn.Parameter(codes)
+    if mode.keep_high_precision:
+        _keep_initial_value(parameter, high.cpu())
+    module.weight = parameter
+
+
+def _keep_initial_value(parameter: nn.Parameter, value: Tensor) -> None:
+    held: list[Tensor | None] = [value]
+    parameter.get_high_precision_init_val = lambda: held[0]  # type: ignore[attr-defined]
+    parameter.clear_high_precision_init_val = held.clear  # type: ignore[attr-defined]
+
+
+def _out_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the output: that of torch.autocast if it is on, else x's."""
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if dtype not in _OUT_DTYPES:
+        raise ValueError(f"input has dtype {dtype}: an FP8 layer takes float32, bfloat16 or float16")
+    return dtype

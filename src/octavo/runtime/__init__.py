@@ -1,0 +1,29 @@
+"""What surrounds layers as they run: the current recipe, the end of a step, checkpointing, counting."""
+
+from octavo.runtime.autocast import autocast
+from octavo.runtime.checkpointing import Call, checkpoint, layer_call
+from octavo.runtime.counting import GemmCount, count_gemms
+from octavo.runtime.initialisation import InitMode, init_mode, quantized_init
+from octavo.runtime.layer_state import LayerState, states_of
+from octavo.runtime.plan import LinearPlan, Observer, plan_linear
+from octavo.runtime.update import Agreement, set_agreement, update_scales
+
+__all__ = [
+    "Agreement",
+    "Call",
+    "GemmCount",
+    "InitMode",
+    "LayerState",
+    "LinearPlan",
+    "Observer",
+    "autocast",
+    "checkpoint",
+    "count_gemms",
+    "init_mode",
+    "layer_call",
+    "plan_linear",
+    "quantized_init",
+    "set_agreement",
+    "states_of",
+    "update_scales",
+]

@@ -1,0 +1,110 @@
+"""`octavo.autocast`: where FP8 is on, and with which recipe."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from octavo.recipes import CurrentScaling, Recipe, check_recipe
+from octavo.runtime.update import end_step
+
+DEFAULT_RECIPE: Recipe = CurrentScaling()
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One entered context."""
+
+    enabled: bool
+    recipe: Recipe | None
+    group: object | None
+    calibrating: bool
+    outer: Frame | None
+
+    @property
+    def ends_step(self) -> bool:
+        """True for the outermost context that gathers amaxes: its exit is the end of a step."""
+        frame = self.outer
+        while frame is not None:
+            if frame.enabled or frame.calibrating:
+                return False
+            frame = frame.outer
+        return self.enabled or self.calibrating
+
+
+class _Stack(threading.local):
+    """The current context of each thread: the other global of Octavo. (Dynamo cannot trace a ContextVar.)"""
+
+    top: Frame | None = None
+
+
+_STACK = _Stack()
+
+
+class autocast:
+    """Context: layers inside run in FP8 with `recipe`.
+
+        with octavo.autocast(recipe=DelayedScaling(amax_history_len=16)):
+            y = model(x)
+        y.sum().backward()      # outside; uses the precision of the forward
+
+    Contexts nest and can be entered again; the innermost decides, and `enabled=False` inside really switches off. The
+    exit of the outermost enabled one, with gradients enabled, ends a step of delayed scaling. An exception updates
+    nothing and calls no collective.
+
+    Args:
+        enabled: False runs the layers inside in high precision.
+        recipe: None leaves converted layers their own recipe; others take `CurrentScaling()`.
+        amax_group: process group over which amaxes agree; the default group if None.
+        calibrating: amaxes are gathered, also where FP8 is off or gradients are.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        recipe: Recipe | None = None,
+        amax_group: object | None = None,
+        calibrating: bool = False,
+    ) -> None:
+        check_recipe(recipe)
+        self.enabled = bool(enabled)
+        self.recipe = recipe
+        self.amax_group = amax_group
+        self.calibrating = bool(calibrating)
+
+    def __enter__(self) -> autocast:
+        _STACK.top = Frame(self.enabled, self.recipe, self.amax_group, self.calibrating, _STACK.top)
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        frame = _STACK.top
+        assert frame is not None, "a context is left after it was entered"
+        _STACK.top = frame.outer
+        trains = torch.is_grad_enabled() or frame.calibrating
+        if kind is None and frame.ends_step and trains and not in_backward():
+            end_step(frame.group)
+
+
+def current_frame() -> Frame | None:
+    """The innermost context of this thread."""
+    return _STACK.top
+
+
+def recipe_in_force(own: Recipe | None, name: str | None) -> Recipe | None:
+    """The recipe of a layer called `name` whose own recipe is `own`; None for high precision."""
+    frame = _STACK.top
+    if frame is None:
+        recipe = own
+    elif not frame.enabled:
+        recipe = None
+    else:
+        recipe = frame.recipe or own or DEFAULT_RECIPE
+    return None if recipe is None else recipe.for_layer(name)
+
+
+def in_backward() -> bool:
+    """True while autograd runs a backward in this thread: a forward then is a checkpoint's recompute."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

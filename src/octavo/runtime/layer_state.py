@@ -1,0 +1,124 @@
+"""LayerState: the delayed-scaling state of one layer, owned by its module, and the weak registry of all of them.
+
+The registry is filled when a layer is built. It lets the end of a context find the layers that took part without a list
+being appended to while they run, which the compiler could not trace.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.recipes import DelayedUpdate, Recipe
+from octavo.recipes.recipe import OPERANDS
+from octavo.tensor import OperandState
+
+# One of the two globals of Octavo; a list, since its order must be the same on all ranks.
+_REGISTRY: list[weakref.ref[LayerState]] = []
+
+
+class LayerState:
+    """State of the three operands of a Linear.
+
+    Attributes:
+        input, weight, grad_output: the operands'.
+        recipe: the delayed recipe that the layer last ran with; None before that.
+        ran: a forward has gathered since the last update.
+        compiled: that forward was compiled.
+        used: the recipe and scales of the last forward that a backward may recompute.
+        stale_steps: optimizer steps seen since the last update, to notice a forgotten one.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.input = OperandState(device)
+        self.weight = OperandState(device)
+        self.grad_output = OperandState(device, late_bound=True)
+        self.recipe: Recipe | None = None
+        self.ran = False
+        self.compiled = False
+        self.used: Any = None
+        self.weight_version = -1
+        self.stale_steps = 0
+        _register(self)
+
+    @property
+    def operands(self) -> tuple[OperandState, OperandState, OperandState]:
+        """The three, in the order of `octavo.recipes.recipe.OPERANDS`."""
+        return self.input, self.weight, self.grad_output
+
+    @property
+    def update(self) -> DelayedUpdate | None:
+        """How this layer's histories are updated; None while it has not run with delayed scaling."""
+        return None if self.recipe is None else self.recipe.delayed
+
+    def adopt_recipe(self, recipe: Recipe) -> None:
+        """Run with `recipe` from now on; a recipe that measures the first batch does so if nothing is known yet."""
+        update = recipe.delayed
+        if self.recipe is None and update is not None and update.initialise_from_first_batch:
+            for operand in self.operands:
+                operand.from_data = operand.from_data or not operand.is_known
+        self.recipe = recipe
+
+    def measure_next(self) -> None:
+        """Forget all scales: they come from the present weights and the next batch."""
+        for operand in self.operands:
+            operand.reset(operand.gathered.device)
+            operand.from_data = True
+
+    def saved(self, prefix: str) -> dict[str, Tensor]:
+        """The entries of a state dict, `<prefix><operand>_scale` and `<prefix><operand>_amax_history`."""
+        entries = {}
+        for name, operand in zip(OPERANDS, self.operands, strict=True):
+            for key, value in operand.saved().items():
+                entries[f"{prefix}{name}_{key}"] = value
+        return entries
+
+    def load(self, state_dict: dict[str, Any], prefix: str) -> bool:
+        """Take the entries that `saved` made out of `state_dict`; False if there were none."""
+        found = False
+        for name, operand in zip(OPERANDS, self.operands, strict=True):
+            scale = state_dict.pop(f"{prefix}{name}_scale", None)
+            history = state_dict.pop(f"{prefix}{name}_amax_history", None)
+            if scale is not None and history is not None:
+                operand.load(scale, history)
+                found = True
+        return found
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Follow a module's `_apply`."""
+        for operand in self.operands:
+            operand.apply(function)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "used": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _register(self)
+
+
+def _register(state: LayerState) -> None:
+    _REGISTRY[:] = [reference for reference in _REGISTRY if reference() is not None]
+    _REGISTRY.append(weakref.ref(state))
+
+
+def registered_states() -> list[LayerState]:
+    """All states that are alive, in the order in which they were built."""
+    states = []
+    for reference in _REGISTRY:
+        state = reference()
+        if state is not None:
+            states.append(state)
+    return states
+
+
+def states_of(model: nn.Module) -> Iterator[LayerState]:
+    """The states of the layers of a model, each once."""
+    for module in model.modules():
+        state = module.__dict__.get("delayed_state")
+        if isinstance(state, LayerState):
+            yield state

@@ -1,0 +1,131 @@
+"""The end of a step: one update of all delayed-scaling states that took part.
+
+Which layers took part is a flag that their forward sets; whether an operand changes is decided on the device (an amax of 0
+changes nothing), so nothing synchronises. With several ranks all amaxes agree first, by one
+all-reduce MAX over one tensor that holds them all.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from octavo.kernels import delayed_update
+from octavo.recipes import DelayedUpdate
+from octavo.runtime.layer_state import LayerState, registered_states, states_of
+from octavo.tensor import OperandState
+
+
+class Agreement(Protocol):
+    """How amaxes agree across ranks; `octavo.distributed` sets the real one."""
+
+    def needed(self, group: object | None) -> bool:
+        """True if there is more than one rank to agree with."""
+        ...
+
+    def reduce(self, amaxes: Tensor, group: object | None) -> Tensor:
+        """The maximum over the group of a vector of amaxes."""
+        ...
+
+
+class Alone:
+    """One process: nothing to agree on."""
+
+    def needed(self, group: object | None) -> bool:
+        """Never."""
+        return False
+
+    def reduce(self, amaxes: Tensor, group: object | None) -> Tensor:
+        """The amaxes themselves."""
+        return amaxes
+
+
+class _Collective:
+    """Holds the agreement in force."""
+
+    agreement: Agreement = Alone()
+
+
+def set_agreement(agreement: Agreement) -> None:
+    """Say how amaxes agree across ranks."""
+    _Collective.agreement = agreement
+
+
+class _Kind(NamedTuple):
+    device: torch.device
+    format_max: float
+    update: DelayedUpdate
+
+
+def end_step(group: object | None = None) -> None:
+    """Update the states of all layers that ran since their last update.
+
+    With several ranks, of all layers that ever ran: the ranks must agree on which, and one may have skipped some.
+    """
+    everyone = _Collective.agreement.needed(group)
+    _update([state for state in registered_states() if state.ran or everyone], group)
+
+
+@torch.no_grad()
+def update_scales(model: nn.Module, group: object | None = None) -> None:
+    """End a step of delayed scaling: new scales for the next step from the amaxes of this one.
+
+    Call it once a step, for converted models that run without `octavo.autocast` (which does it by itself): after the
+    backward, before or after `optimizer.step()`.
+
+    Args:
+        model: the model whose layers are updated.
+        group: the process group over which amaxes agree; the default group if None and torch.distributed is set up.
+    """
+    _update(list(states_of(model)), group)
+
+
+@torch.no_grad()
+def _update(states: list[LayerState], group: object | None) -> None:
+    agreement = _Collective.agreement
+    shared = agreement.needed(group)
+    chosen = [state for state in states if state.update is not None]
+    kinds: dict[_Kind, list[OperandState]] = {}
+    for state in chosen:
+        recipe, update = state.recipe, state.update
+        assert recipe is not None and update is not None, "chosen states have run"
+        for spec, operand in zip(recipe.linear[:3], state.operands, strict=True):
+            kind = _Kind(operand.gathered.device, spec.format.max, update)
+            kinds.setdefault(kind, []).append(operand)
+    lasts = _agreed(kinds, agreement, group) if shared else {}
+    for kind, operands in kinds.items():
+        _update_kind(kind, operands, lasts.get(kind))
+    for state in chosen:
+        for operand in state.operands:
+            operand.close_step(state.compiled)
+        state.ran = False
+        state.stale_steps = 0
+
+
+def _agreed(kinds: dict[_Kind, list[OperandState]], agreement: Agreement, group: object | None) -> dict[_Kind, Tensor]:
+    """The gathered amaxes of each kind after one all-reduce for all kinds that ask for it."""
+    reduced = [kind for kind in kinds if kind.update.reduce_amax]
+    if not reduced:
+        return {}
+    joined = torch.cat([torch.stack([o.gathered for o in kinds[kind]]) for kind in reduced])
+    parts = agreement.reduce(joined, group).split([len(kinds[kind]) for kind in reduced])
+    return dict(zip(reduced, parts, strict=True))
+
+
+def _update_kind(kind: _Kind, operands: list[OperandState], last: Tensor | None) -> None:
+    for operand in operands:
+        operand.resize(kind.update.amax_history_len)
+    gathered = [operand.gathered for operand in operands]
+    history, scale, multiplier = delayed_update(
+        torch.stack([operand.history for operand in operands]),
+        torch.stack([operand.scale for operand in operands]),
+        torch.stack(gathered) if last is None else last,
+        kind.format_max,
+        kind.update.margin,
+        kind.update.algorithm,
+    )
+    rows = zip(operands, history.unbind(), scale.unbind(), multiplier.unbind(), strict=True)
+    for operand, *fresh in rows:
+        operand.adopt(*fresh)

@@ -1,4 +1,4 @@
-"""What Triton makes of the kernels for Hopper and Blackwell, without a device: the instructions that the bits rest on."""
+"""What Triton makes of the kernels for Hopper and Blackwell, without a device: the instructions the bits rest on."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Octavo: FP8 training and inference of transformers in PyTorch."""
 
 from octavo import recipes
+from octavo.conversion import ConversionReport, convert, state_dict, unconvert
 from octavo.formats import E4M3, E5M2, E8M0, Format, cast, finfo
 from octavo.modules import Linear
 from octavo.recipes import HYBRID
@@ -13,6 +14,7 @@ __all__ = [
     "E5M2",
     "E8M0",
     "HYBRID",
+    "ConversionReport",
     "Format",
     "Linear",
     "QuantizedTensor",
@@ -21,11 +23,14 @@ __all__ = [
     "cast",
     "cast_to_representable",
     "checkpoint",
+    "convert",
     "count_gemms",
     "finfo",
     "quantize",
     "quantized_init",
     "recipes",
     "scaled_mm",
+    "state_dict",
+    "unconvert",
     "update_scales",
 ]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.library import register
-from octavo.kernels.scaled_mm.native import scaled_mm_native, unsupported_reasons
+from octavo.kernels.scaled_mm.native import device_reasons, scaled_mm_native, unsupported_reasons
 from octavo.kernels.scaled_mm.reference import scaled_mm_reference
 
 Accumulation = Literal["fast", "precise"]
@@ -86,4 +86,4 @@ _operator = register(
     _fake,
 )
 
-__all__ = ["Accumulation", "runs_natively", "scaled_mm", "scaled_mm_reference", "unsupported_reasons"]
+__all__ = ["Accumulation", "device_reasons", "runs_natively", "scaled_mm", "scaled_mm_reference", "unsupported_reasons"]

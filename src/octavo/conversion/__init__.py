@@ -1,0 +1,8 @@
+"""Walk a model, swap its layers, report what was skipped and why; the way back; the model of what gains."""
+
+from octavo.conversion.convert import convert, unconvert
+from octavo.conversion.gain import expected_gain
+from octavo.conversion.plain_state import state_dict
+from octavo.conversion.report import ConversionReport, LayerReport
+
+__all__ = ["ConversionReport", "LayerReport", "convert", "expected_gain", "state_dict", "unconvert"]

@@ -1,0 +1,133 @@
+"""`convert` and `unconvert`: FP8 layers in a model that exists, and the way back.
+
+A layer changes its class in place. Its parameters stay the same objects under the same names, with their dtype, device,
+hooks, `requires_grad` and ties; an optimizer built before goes on.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+from torch import nn
+
+from octavo.conversion.converted import fp8_class, is_conv1d, original_class
+from octavo.conversion.gain import expected_gain
+from octavo.conversion.report import ConversionReport, LayerReport
+from octavo.conversion.selection import Candidate, LayerFilter, candidates, checked_selection, unmatched_patterns
+from octavo.modules import FP8LinearMixin
+from octavo.recipes import CurrentScaling, Recipe, check_recipe
+from octavo.tensor import QuantizedTensor
+
+
+def convert(
+    model: nn.Module,
+    recipe: Recipe | None = None,
+    *,
+    include: str | Iterable[str] | None = None,
+    exclude: str | Iterable[str] | None = None,
+    filter: LayerFilter = None,
+    dry_run: bool = False,
+) -> ConversionReport:
+    """Run the linear layers of `model` in FP8, in place.
+
+    FP8 is on from then on without any context; an enclosing `octavo.autocast` with a recipe, or with `enabled=False`,
+    wins. With delayed scaling call `octavo.update_scales(model)` once a step, or use the context; the first batch's
+    scales are measured from it.
+
+    Args:
+        model: any module; a Linear itself too.
+        recipe: `CurrentScaling()` if None. Its overrides are matched against qualified names.
+        include: regular expressions on qualified names; with any, only layers that one of them matches.
+        exclude: regular expressions; layers that one of them matches stay as they are.
+        filter: None leaves out layers that FP8 would slow down on the device at hand; "all" takes them too; a function of
+            (module, qualified name) decides by itself.
+        dry_run: change nothing, only report.
+
+    Returns:
+        what was converted, what was not and why; a warning is given as well if nothing was, or if a pattern matched
+        nothing.
+
+    Raises:
+        ValueError: no recipe, no regular expression, or no filter where one is expected.
+    """
+    check_recipe(recipe)
+    chosen = recipe or CurrentScaling()
+    selection = checked_selection(include, exclude, filter)
+    found = candidates(model, selection)
+    rows = [_convert_layer(layer, chosen, dry_run) for layer in found]
+    converted = {id(layer.module) for layer, row in zip(found, rows, strict=True) if row.converted}
+    remarks = [] if dry_run else _leave_fast_path(model, converted)
+    report = ConversionReport(
+        tuple(rows), tuple(unmatched_patterns(found, selection)), tuple(remarks), dry_run, _device(model)
+    )
+    for warning in report.warnings:
+        warnings.warn(f"octavo.convert: {warning}", stacklevel=2)
+    return report
+
+
+def unconvert(model: nn.Module) -> nn.Module:
+    """Turn every FP8 linear layer of `model` back into the class it came from, in place; weights stay.
+
+    Delayed-scaling state is dropped. A weight that exists in FP8 alone becomes a parameter of its decoded values.
+    """
+    for module in model.modules():
+        if isinstance(module, FP8LinearMixin):
+            if isinstance(module.weight, QuantizedTensor):
+                values = module.weight.detach().dequantize()
+                module.weight = nn.Parameter(values, requires_grad=module.weight.requires_grad)
+            module.become_plain()
+            module.__class__ = original_class(type(module))
+        if "_fast_path_activation" in module.__dict__:
+            module.activation_relu_or_gelu = module.__dict__.pop("_fast_path_activation")
+    return model
+
+
+def _convert_layer(layer: Candidate, recipe: Recipe, dry_run: bool) -> LayerReport:
+    module, own = layer.module, recipe.for_layer(layer.name)
+    reason = layer.reasons[0] if layer.reasons else ""
+    if own is None and not reason:
+        reason = "the recipe's overrides keep it in high precision"
+    kind = original_class(type(module)) if isinstance(module, FP8LinearMixin) else type(module)
+    converts = not reason
+    if converts and not dry_run:
+        _become_fp8(module, own, layer.name)
+    return LayerReport(
+        layer.name,
+        kind.__name__,
+        layer.in_features,
+        layer.out_features,
+        converts,
+        type(own).__name__ if converts else "",
+        reason,
+        expected_gain(layer.in_features, layer.out_features),
+    )
+
+
+def _become_fp8(module: nn.Module, recipe: Recipe | None, name: str) -> None:
+    if isinstance(module, FP8LinearMixin):
+        module.recipe, module.layer_name = recipe, name
+        return
+    module.__class__ = fp8_class(type(module), is_conv1d(module))
+    assert isinstance(module, FP8LinearMixin), "the class it has just been given"
+    module.become_fp8(recipe, name)
+    module.delayed_state.measure_next()
+
+
+def _leave_fast_path(model: nn.Module, converted: set[int]) -> list[str]:
+    """nn.TransformerEncoderLayer's inference path reads weights without calling its Linears: turn it off where they are
+    converted, or evaluation would silently run in high precision."""
+    remarks = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and {id(module.linear1), id(module.linear2)} & converted:
+            if "_fast_path_activation" not in module.__dict__:
+                module.__dict__["_fast_path_activation"] = module.activation_relu_or_gelu
+            module.activation_relu_or_gelu = 0
+            remarks.append(f"{name or '(root)'}: the fused inference path is off, it would bypass its FP8 layers.")
+    return remarks
+
+
+def _device(model: nn.Module) -> str:
+    for parameter in model.parameters():
+        return str(parameter.device)
+    return "no device"

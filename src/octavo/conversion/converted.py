@@ -1,0 +1,60 @@
+"""The FP8 class of a linear layer's class: what a layer becomes in place, and what it came from.
+
+`nn.Linear` becomes `octavo.Linear`. A subclass of it that keeps its forward becomes a class derived from that subclass, so
+that `isinstance` still finds it; so does `Conv1D` of transformers, a Linear whose weight is stored as [in, out].
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+from octavo.modules import CachedWeight, FP8LinearMixin, Linear
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """True for transformers' Conv1D (GPT-2), found by name so that transformers need not be installed."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers")
+
+
+class _Rows(FP8LinearMixin):
+    """Forward of a subclass of nn.Linear."""
+
+    def forward(self, input: Tensor, *, cached_weight: CachedWeight | None = None) -> Tensor:
+        """As `octavo.Linear.forward`."""
+        return self.run(input, cached_weight)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (original_class(type(self)),), self.__getstate__()
+
+
+class _Columns(_Rows):
+    """Forward of a Conv1D, whose weight is [in, out]."""
+
+    def matrix(self) -> Tensor:
+        """The weight as [out, in]."""
+        return self.weight.t()
+
+
+@functools.cache
+def fp8_class(kind: type[nn.Module], transposed: bool) -> type[FP8LinearMixin]:
+    """The FP8 class of layers of class `kind`; `transposed` if its weight is stored as [in, out]."""
+    if kind is nn.Linear:
+        return Linear
+    base = _Columns if transposed else _Rows
+    namespace = {"__doc__": f"{kind.__name__} with FP8 matrix products.", "converted_from": kind}
+    return type(f"FP8{kind.__name__}", (base, kind), namespace)
+
+
+def original_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that a layer of FP8 class `kind` had before, or has when it is converted back."""
+    found: type[nn.Module] = kind.__dict__.get("converted_from", nn.Linear)
+    return found
+
+
+def _rebuild(kind: type[nn.Module]) -> nn.Module:
+    transposed = kind.__name__ == "Conv1D"
+    return nn.Module.__new__(fp8_class(kind, transposed))

@@ -1,0 +1,31 @@
+"""`octavo.state_dict`: a model's parameters without FP8 state, for the way back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from octavo.modules import FP8LinearMixin
+from octavo.recipes.recipe import OPERANDS
+from octavo.tensor import QuantizedTensor
+
+
+def state_dict(model: nn.Module, plain: bool = True) -> dict[str, Any]:
+    """The state dict of a model.
+
+    Args:
+        model: any module.
+        plain: leave the delayed-scaling state out and decode FP8 weights, so that it loads strictly into the model as it
+            was before conversion. False gives `model.state_dict()`.
+    """
+    entries = dict(model.state_dict())
+    if not plain:
+        return entries
+    for name, module in model.named_modules():
+        if isinstance(module, FP8LinearMixin):
+            prefix = f"{name}." if name else ""
+            for operand in OPERANDS:
+                entries.pop(f"{prefix}{operand}_scale", None)
+                entries.pop(f"{prefix}{operand}_amax_history", None)
+    return {k: v.dequantize() if isinstance(v, QuantizedTensor) else v for k, v in entries.items()}

@@ -1,0 +1,84 @@
+"""ConversionReport: what was converted, what was not and why. Data first; printed, a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer that holds a matrix.
+
+    Attributes:
+        name: qualified name in the model.
+        kind: its class before.
+        in_features, out_features: of the matrix.
+        converted: whether it runs in FP8 now (or would, in a dry run).
+        recipe: of the layer, as text; empty if not converted.
+        reason: why it was skipped, or a remark; may be empty.
+        expected_gain: speed of forward and backward over bf16 on an H200 with many tokens, by `octavo.conversion.gain`.
+    """
+
+    name: str
+    kind: str
+    in_features: int
+    out_features: int
+    converted: bool
+    recipe: str
+    reason: str
+    expected_gain: float
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """Outcome of `octavo.convert`.
+
+    Attributes:
+        layers: all layers that were looked at, in the order of the model.
+        unmatched: patterns of `include` and `exclude` that matched no such layer.
+        remarks: what else was done or seen.
+        dry_run: nothing was changed.
+    """
+
+    layers: tuple[LayerReport, ...]
+    unmatched: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    dry_run: bool = False
+    device: str = field(default="cpu")
+
+    @property
+    def converted(self) -> list[LayerReport]:
+        """Layers that run in FP8."""
+        return [layer for layer in self.layers if layer.converted]
+
+    @property
+    def skipped(self) -> list[LayerReport]:
+        """Layers that stay in high precision, each with its reason."""
+        return [layer for layer in self.layers if not layer.converted]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the user most likely did not intend."""
+        found = []
+        if not self.converted:
+            found.append("NOTHING WAS CONVERTED" + ("" if self.layers else ": the model has no linear layers"))
+        found += [f"the pattern {pattern!r} matched no linear layer" for pattern in self.unmatched]
+        return found
+
+    def __str__(self) -> str:
+        head = ("layer", "kind", "in", "out", "FP8", "gain", "recipe, or why not")
+        rows = [head]
+        for layer in self.layers:
+            gain = f"{layer.expected_gain:.2f}x" if layer.converted else ""
+            remark = "; ".join(text for text in (layer.recipe, layer.reason) if text)
+            size = str(layer.in_features), str(layer.out_features)
+            rows.append((layer.name or "(root)", layer.kind, *size, "yes" if layer.converted else "no", gain, remark))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        done = "would be converted" if self.dry_run else "converted"
+        lines.append(f"{len(self.converted)} of {len(self.layers)} layers {done}, on {self.device}.")
+        if self.converted:
+            lines.append("gain: forward and backward against bf16 on an H200 with many tokens, a model's estimate.")
+        lines += list(self.remarks)
+        return "\n".join([f"! {warning}" for warning in self.warnings] + lines)

@@ -1,0 +1,122 @@
+"""Which layers of a model are converted, and the reason why each other one is not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple, Union
+
+from torch import nn
+
+from octavo.conversion.converted import is_conv1d
+from octavo.conversion.gain import expected_gain
+from octavo.kernels.scaled_mm import device_reasons
+from octavo.modules import FP8LinearMixin
+
+LayerFilter = Union[Literal["all"], Callable[[nn.Module, str], bool], None]
+
+
+class Candidate(NamedTuple):
+    """A layer that holds a matrix: [out, in], or as Conv1D has it, [in, out]."""
+
+    name: str
+    module: nn.Module
+    in_features: int
+    out_features: int
+    reasons: list[str]
+
+
+class Selection(NamedTuple):
+    """Patterns and filter of one conversion."""
+
+    include: list[str]
+    exclude: list[str]
+    filter: LayerFilter
+
+
+def checked_selection(
+    include: str | Iterable[str] | None, exclude: str | Iterable[str] | None, filter: LayerFilter
+) -> Selection:
+    """The user's patterns as lists; ValueError for what is no regular expression or no filter."""
+    if not (filter is None or filter == "all" or callable(filter)):
+        raise ValueError(f"filter is {filter!r}: expected None, 'all', or a function of (module, name)")
+    return Selection(_patterns(include, "include"), _patterns(exclude, "exclude"), filter)
+
+
+def candidates(model: nn.Module, selection: Selection) -> list[Candidate]:
+    """All linear layers of a model, each with the reasons that speak against it; a shared layer once."""
+    never_called = {
+        id(module.out_proj): name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)
+    }
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) or is_conv1d(module):
+            weight = module.weight
+            out_features, in_features = reversed(weight.shape) if is_conv1d(module) else weight.shape
+            reasons = _structure_reasons(module, never_called)
+            if not reasons:
+                reasons = _choice_reasons(name, module, in_features, out_features, selection)
+            found.append(Candidate(name, module, in_features, out_features, reasons))
+    return found
+
+
+def unmatched_patterns(found: list[Candidate], selection: Selection) -> list[str]:
+    """Patterns that match no linear layer at all."""
+    patterns = [*selection.include, *selection.exclude]
+    return [pattern for pattern in patterns if not any(re.search(pattern, layer.name) for layer in found)]
+
+
+def _structure_reasons(module: nn.Module, never_called: dict[int, str]) -> list[str]:
+    """Why a layer cannot be converted."""
+    if isinstance(module, FP8LinearMixin):
+        return []
+    if id(module) in never_called:
+        return ["nn.MultiheadAttention reads its weight and never calls it"]
+    if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
+        return [f"{type(module).__name__} has a forward of its own"]
+    if "forward" in module.__dict__:
+        return ["its forward was replaced on the instance"]
+    if "parametrizations" in module._modules:
+        return ["its weight is parametrized: it is computed, not stored"]
+    if isinstance(module.weight, nn.parameter.UninitializedParameter):
+        return ["its weight has no shape yet: run one forward first"]
+    return []
+
+
+def _choice_reasons(
+    name: str, module: nn.Module, in_features: int, out_features: int, selection: Selection
+) -> list[str]:
+    """Why a layer was not wanted."""
+    if selection.include and not any(re.search(pattern, name) for pattern in selection.include):
+        return ["no include pattern matches"]
+    for pattern in selection.exclude:
+        if re.search(pattern, name):
+            return [f"excluded by {pattern!r}"]
+    if callable(selection.filter):
+        return [] if selection.filter(module, name) else ["the filter said no"]
+    if selection.filter == "all":
+        return []
+    return _speed_reasons(module, in_features, out_features)
+
+
+def _speed_reasons(module: nn.Module, in_features: int, out_features: int) -> list[str]:
+    """Why FP8 would slow a layer down here. Where FP8 is emulated it is no matter of speed, and none applies."""
+    if device_reasons(module.weight.device):  # type: ignore[arg-type]
+        return []
+    for name, extent in (("in_features", in_features), ("out_features", out_features)):
+        if extent % 16:
+            return [f"{name} = {extent} is no multiple of 16: each call would pad"]
+    gain = expected_gain(in_features, out_features)
+    if gain <= 1:
+        return [f"FP8 would slow it down: expected {gain:.2f}x of bf16's speed (filter='all' overrides)"]
+    return []
+
+
+def _patterns(patterns: str | Iterable[str] | None, name: str) -> list[str]:
+    given = [] if patterns is None else [patterns] if isinstance(patterns, str) else list(patterns)
+    for pattern in given:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"{name} pattern {pattern!r} is no regular expression: {error}") from None
+    return given

@@ -1,8 +1,10 @@
 """Octavo: FP8 training and inference of transformers in PyTorch."""
 
-from octavo import recipes
+from octavo import distributed, inference, inspection, recipes
 from octavo.conversion import ConversionReport, convert, state_dict, unconvert
 from octavo.formats import E4M3, E5M2, E8M0, Format, cast, finfo
+from octavo.inference import calibrate
+from octavo.kernels.support import Support, is_supported
 from octavo.modules import Linear
 from octavo.recipes import HYBRID
 from octavo.runtime import autocast, checkpoint, count_gemms, quantized_init, update_scales
@@ -18,14 +20,20 @@ __all__ = [
     "Format",
     "Linear",
     "QuantizedTensor",
+    "Support",
     "__version__",
     "autocast",
+    "calibrate",
     "cast",
     "cast_to_representable",
     "checkpoint",
     "convert",
     "count_gemms",
+    "distributed",
     "finfo",
+    "inference",
+    "inspection",
+    "is_supported",
     "quantize",
     "quantized_init",
     "recipes",

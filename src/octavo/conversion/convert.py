@@ -40,8 +40,8 @@ def convert(
         recipe: `CurrentScaling()` if None. Its overrides are matched against qualified names.
         include: regular expressions on qualified names; with any, only layers that one of them matches.
         exclude: regular expressions; layers that one of them matches stay as they are.
-        filter: None leaves out layers that FP8 would slow down on the device at hand; "all" takes them too; a function of
-            (module, qualified name) decides by itself.
+        filter: None leaves out layers that FP8 would slow down on the device at hand; "all" takes them too; a function
+            of (module, qualified name) decides by itself.
         dry_run: change nothing, only report.
 
     Returns:

@@ -1,7 +1,8 @@
 """The FP8 class of a linear layer's class: what a layer becomes in place, and what it came from.
 
-`nn.Linear` becomes `octavo.Linear`. A subclass of it that keeps its forward becomes a class derived from that subclass, so
-that `isinstance` still finds it; so does `Conv1D` of transformers, a Linear whose weight is stored as [in, out].
+`nn.Linear` becomes `octavo.Linear`. A subclass of it that keeps its forward becomes a class derived from that
+subclass, so that `isinstance` still finds it; so does `Conv1D` of transformers, a Linear whose weight is stored as
+[in, out].
 """
 
 from __future__ import annotations

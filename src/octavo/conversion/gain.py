@@ -5,8 +5,8 @@ For M tokens, K inputs and N outputs, forward and backward,
     bf16:  6 M K N / r16
     FP8:   6 M K N / r8 + 1.12 * 4 bytes * (M K + M N + N K) / copy
 
-r16, r8 and `copy` are what an H200 was measured to reach on large shapes; the casts read 2 bytes an element and write 2.
-With many tokens the ratio tends to a limit that depends on K and N alone, and that limit decides.
+r16, r8 and `copy` are what an H200 was measured to reach on large shapes; the casts read 2 bytes an element and write
+2. With many tokens the ratio tends to a limit that depends on K and N alone, and that limit decides.
 """
 
 from __future__ import annotations

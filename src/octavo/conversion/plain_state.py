@@ -16,8 +16,8 @@ def state_dict(model: nn.Module, plain: bool = True) -> dict[str, Any]:
 
     Args:
         model: any module.
-        plain: leave the delayed-scaling state out and decode FP8 weights, so that it loads strictly into the model as it
-            was before conversion. False gives `model.state_dict()`.
+        plain: leave the delayed-scaling state out and decode FP8 weights, so that it loads strictly into the model as
+            it was before conversion. False gives `model.state_dict()`.
     """
     entries = dict(model.state_dict())
     if not plain:

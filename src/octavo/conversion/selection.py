@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple, Union
+from typing import Literal, NamedTuple
 
 from torch import nn
 
@@ -13,7 +13,7 @@ from octavo.conversion.gain import expected_gain
 from octavo.kernels.scaled_mm import device_reasons
 from octavo.modules import FP8LinearMixin
 
-LayerFilter = Union[Literal["all"], Callable[[nn.Module, str], bool], None]
+LayerFilter = Literal["all"] | Callable[[nn.Module, str], bool] | None
 
 
 class Candidate(NamedTuple):

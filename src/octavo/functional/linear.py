@@ -5,10 +5,10 @@
     wgrad   dw [N, K] = dy [M, N]^T @ x [M, K]
     dbias   db [N]    = sum of dy over M, in float32
 
-Every product takes K-major codes, so x and dy are needed in both layouts and w in both. Kept for the backward: the codes of
-x and of w in the layout that the backward wants (one byte an element each) with their scales, and nothing else; not the
-codes of x if w is frozen, not those of w if x needs no gradient. A product that runs in high precision keeps its operand
-in the dtype of the output instead. No product is computed that nobody needs.
+Every product takes K-major codes, so x and dy are needed in both layouts and w in both. Kept for the backward: the
+codes of x and of w in the layout that the backward wants (one byte an element each) with their scales, and nothing
+else; not the codes of x if w is frozen, not those of w if x needs no gradient. A product that runs in high precision
+keeps its operand in the dtype of the output instead. No product is computed that nobody needs.
 """
 
 from __future__ import annotations
@@ -137,13 +137,17 @@ def _fprop(
     """[M', K'] @ [K', N'] -> [..., N]"""
     codes, scale = x_operand.codes, x_operand.scale
     w_codes, w_scale = w_operand.codes, w_operand.scale
-    assert codes is not None and scale is not None and w_codes is not None and w_scale is not None, "asked for above"
+    assert codes is not None, "the row-wise layout was asked for"
+    assert scale is not None, "codes come with a scale"
+    assert w_codes is not None, "the row-wise layout was asked for"
+    assert w_scale is not None, "codes come with a scale"
     _count(plan, "fprop", codes, w_codes)
     if bias is not None and padded(num_out) != num_out:
         bias = torch.nn.functional.pad(bias, (0, padded(num_out) - num_out))
     y = scaled_mm(codes, w_codes, scale, w_scale, bias, out_dtype, plan.accumulate.fprop)
     lead = x.shape[:-1]
-    # A view made inside an autograd Function could not be changed in place by the user; this one is not known as a view.
+    # A view made inside an autograd Function could not be changed in place by the user; this one is not known as a
+    # view.
     return torch.ops.aten._unsafe_view.default(_unpadded(y, lead.numel(), num_out), (*lead, num_out))
 
 

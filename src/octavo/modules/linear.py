@@ -3,8 +3,8 @@
     y = x w^T + b       x [..., in], w [out, in], b [out], y [..., out]
 
 Parameters, their names, dtypes and initialisation are those of `nn.Linear`; delayed-scaling state rides beside them in
-the state dict, under `input_scale`, `input_amax_history` and the like. FP8 is on inside `octavo.autocast`, or wherever the
-layer has a recipe of its own; else the layer is an `nn.Linear` in every bit.
+the state dict, under `input_scale`, `input_amax_history` and the like. FP8 is on inside `octavo.autocast`, or wherever
+the layer has a recipe of its own; else the layer is an `nn.Linear` in every bit.
 """
 
 from __future__ import annotations
@@ -180,9 +180,9 @@ class Linear(FP8LinearMixin, nn.Linear):
 
         Args:
             input: [..., in_features].
-            cached_weight: for micro-batches between which the weight does not change. "refresh" quantizes the weight and
-                keeps the codes, "reuse" takes them as long as the weight is the same (else it quantizes); None quantizes
-                and keeps nothing.
+            cached_weight: for micro-batches between which the weight does not change. "refresh" quantizes the weight
+                and keeps the codes, "reuse" takes them as long as the weight is the same (else it quantizes); None
+                quantizes and keeps nothing.
         """
         return self.run(input, cached_weight)
 

@@ -16,7 +16,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, NamedTuple, Union
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from octavo.formats import E4M3, E5M2, Format
 from octavo.kernels import Accumulation
@@ -38,7 +38,7 @@ class FormatPair:
 
 HYBRID = FormatPair(E4M3, E5M2)
 
-FormatChoice = Union[FormatPair, Format]
+FormatChoice = FormatPair | Format
 
 
 @dataclass(frozen=True, kw_only=True)

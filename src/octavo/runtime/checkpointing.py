@@ -1,7 +1,7 @@
 """Activation checkpointing: a recompute repeats the recipe and the scales of its first forward, and gathers nothing.
 
-Every forward of a layer is described by a `Call`. `octavo.checkpoint` records the calls of the first forward on a tape and
-hands them out again, in order, to the recompute: exact for any number of pending forwards. `torch.utils.checkpoint`
+Every forward of a layer is described by a `Call`. `octavo.checkpoint` records the calls of the first forward on a tape
+and hands them out again, in order, to the recompute: exact for any number of pending forwards. `torch.utils.checkpoint`
 (non-reentrant) works too: a forward inside a backward repeats the last call of its layer, which is the one that it
 recomputes unless several forwards with different scales are pending.
 """
@@ -113,13 +113,14 @@ def _repeated_call(state: LayerState) -> Call:
             " torch.utils.checkpoint hides its first forward. Use octavo.checkpoint, or use_reentrant=False"
         )
     # A reentrant recompute, unlike a non-reentrant one, runs without saved-tensor hooks.
-    if state.used.recipe is not None and state.used.recipe.delayed is not None and torch.is_grad_enabled():
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-            raise RuntimeError(
-                "a reentrant torch.utils.checkpoint runs its first forward without gradients, so that delayed scaling"
-                " would never see an amax. Use octavo.checkpoint, or use_reentrant=False"
-            )
     used: Call = state.used
+    is_delayed = used.recipe is not None and used.recipe.delayed is not None
+    reentrant = torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    if is_delayed and reentrant:
+        raise RuntimeError(
+            "a reentrant torch.utils.checkpoint runs its first forward without gradients, so that delayed scaling"
+            " would never see an amax. Use octavo.checkpoint, or use_reentrant=False"
+        )
     return used
 
 

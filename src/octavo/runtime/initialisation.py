@@ -23,14 +23,15 @@ _CURRENT = _Current()
 
 
 class quantized_init:
-    """Context: layers built inside hold FP8 weights only, one byte an element, quantized once from their initialisation.
+    """Context: layers built inside hold FP8 weights only, one byte an element, quantized once from their
+        initialisation.
 
     Args:
         enabled: False builds ordinary layers, also inside an enabled context.
         recipe: decides format and granularity of the weights; `CurrentScaling()` if None.
         keep_high_precision: the initial values stay on the CPU beside the codes, as
-            `parameter.get_high_precision_init_val()`, until `parameter.clear_high_precision_init_val()`: for an optimizer's
-            master weights.
+            `parameter.get_high_precision_init_val()`, until `parameter.clear_high_precision_init_val()`: for an
+            optimizer's master weights.
     """
 
     def __init__(self, enabled: bool = True, recipe: Recipe | None = None, keep_high_precision: bool = False) -> None:

@@ -9,7 +9,7 @@ from octavo.recipes import Accumulate, OperandName
 from octavo.runtime.checkpointing import Call
 from octavo.runtime.counting import GemmCount, current_count
 from octavo.runtime.layer_state import LayerState
-from octavo.tensor import CurrentQuantizer, DelayedQuantizer, QuantizeSpec, Quantizer, StaticQuantizer
+from octavo.tensor import CurrentQuantizer, DelayedQuantizer, Quantizer, QuantizeSpec, StaticQuantizer
 
 Observer = Callable[[OperandName, Quantizer], Quantizer]
 

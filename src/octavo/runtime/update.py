@@ -1,7 +1,7 @@
 """The end of a step: one update of all delayed-scaling states that took part.
 
-Which layers took part is a flag that their forward sets; whether an operand changes is decided on the device (an amax of 0
-changes nothing), so nothing synchronises. With several ranks all amaxes agree first, by one
+Which layers took part is a flag that their forward sets; whether an operand changes is decided on the device (an amax
+of 0 changes nothing), so nothing synchronises. With several ranks all amaxes agree first, by one
 all-reduce MAX over one tensor that holds them all.
 """
 
@@ -90,7 +90,8 @@ def _update(states: list[LayerState], group: object | None) -> None:
     kinds: dict[_Kind, list[OperandState]] = {}
     for state in chosen:
         recipe, update = state.recipe, state.update
-        assert recipe is not None and update is not None, "chosen states have run"
+        assert recipe is not None, "chosen states have run"
+        assert update is not None, "chosen states have run"
         for spec, operand in zip(recipe.linear[:3], state.operands, strict=True):
             kind = _Kind(operand.gathered.device, spec.format.max, update)
             kinds.setdefault(kind, []).append(operand)

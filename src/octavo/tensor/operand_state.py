@@ -4,8 +4,8 @@ Three rules keep it right under autograd, the compiler and checkpointing:
 
 - The scale of a forward operand is never written in place. An update makes a new tensor and gives it the name, so that
   whatever a forward read stays as it was until its backward is through, however many forwards are pending.
-- The scale of a gradient is written in place, past autograd's version counter (`Tensor.data`): the backward of a step is
-  meant to see the update made at the end of that step's forward, in eager and in compiled code alike.
+- The scale of a gradient is written in place, past autograd's version counter (`Tensor.data`): the backward of a step
+  is meant to see the update made at the end of that step's forward, in eager and in compiled code alike.
 - Amaxes gather by max into one small tensor of fixed identity. 0 means that nothing was gathered.
 """
 

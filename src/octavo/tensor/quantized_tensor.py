@@ -1,9 +1,9 @@
 """QuantizedTensor: eight-bit codes, their scale, and the dtype they stand for. Only a number.
 
 It is a tensor subclass because FP8 parameters must be parameters and because people hold it in their hands: it prints,
-compares, copies, saves, loads and moves. It computes nothing: an operation that would need values raises and names itself
-and the remedy. An optimizer's in-place step is the exception: values are decoded, changed, and quantized again with a
-fresh scale.
+compares, copies, saves, loads and moves. It computes nothing: an operation that would need values raises and names
+itself and the remedy. An optimizer's in-place step is the exception: values are decoded, changed, and quantized again
+with a fresh scale.
 """
 
 from __future__ import annotations

@@ -49,6 +49,7 @@ class CurrentQuantizer:
         self.spec = spec
 
     def __call__(self, x: Tensor, rowwise: bool, columnwise: bool) -> Operand:
+        """Codes of x [M, K] under scales measured from it."""
         spec = self.spec
         if spec.granularity is TENSOR:
             multiplier, scale = self._scale(x, TENSOR)
@@ -97,6 +98,7 @@ class DelayedQuantizer:
         self.fixed = scale
 
     def __call__(self, x: Tensor, rowwise: bool, columnwise: bool) -> Operand:
+        """Codes of x [M, K] under the state's scale; its amax is gathered."""
         state = self.state
         if self.fixed is not None:
             multiplier, scale = self.fixed
@@ -123,6 +125,7 @@ class StaticQuantizer:
         self.spec = spec
 
     def __call__(self, x: Tensor, rowwise: bool, columnwise: bool) -> Operand:
+        """Codes of x [M, K] under the given scale."""
         value = self.spec.static_scale
         assert value is not None, "a static spec holds its scale"
         scale = torch.full((), value, dtype=torch.float32, device=x.device)

@@ -14,8 +14,8 @@ from octavo.tensor.quantizer import Operand, Quantizer
 def operand_of(q: QuantizedTensor, quantizer: Quantizer, rowwise: bool, columnwise: bool) -> Operand:
     """Operand of a matrix q [M, K] in the layouts asked for.
 
-    One scale a tensor serves both layouts. One scale a row serves the row-wise layout; the other one is quantized anew by
-    `quantizer`, from the decoded values, as is everything of any other granularity.
+    One scale a tensor serves both layouts. One scale a row serves the row-wise layout; the other one is quantized anew
+    by `quantizer`, from the decoded values, as is everything of any other granularity.
     """
     codes = scale = codes_t = scale_t = None
     if q.granularity is TENSOR:

@@ -1,0 +1,52 @@
+"""`octavo.is_supported`: what runs natively on a device, and if not, why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from octavo.kernels.scaled_mm import device_reasons as product_reasons
+from octavo.kernels.triton_support import device_reasons as kernel_reasons
+
+Feature = Literal["fp8_products", "triton_kernels"]
+
+
+@dataclass(frozen=True)
+class Support:
+    """Truthy if something runs natively; else `reasons` says why it is emulated.
+
+    Attributes:
+        what: the feature asked for.
+        reasons: empty if it is supported.
+    """
+
+    what: str
+    reasons: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return not self.reasons
+
+    def __str__(self) -> str:
+        return f"{self.what}: " + ("supported" if self else "; ".join(self.reasons))
+
+
+def is_supported(what: Feature, device: torch.device | str | None = None) -> Support:
+    """Whether `what` runs natively on `device`; without it Octavo computes the same numbers by emulation.
+
+    Args:
+        what: "fp8_products" (matrix products on FP8 units) or "triton_kernels" (casts and amaxes in Triton).
+        device: the current CUDA device if there is one, else the CPU, if None.
+
+    Raises:
+        ValueError: an unknown feature.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = torch.device(device)
+    if what == "fp8_products":
+        return Support(what, tuple(product_reasons(where)))
+    if what == "triton_kernels":
+        return Support(what, tuple(kernel_reasons(where)))
+    raise ValueError(f"unknown feature {what!r}: expected 'fp8_products' or 'triton_kernels'")

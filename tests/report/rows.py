@@ -152,6 +152,7 @@ def layer_rows(rng: random.Random, num_layers: int) -> list[Row]:
         "block128": 31.0,
         "mxfp8": 30.0,
         "int8": 33.0,
+        "int4": 21.0,
     }
     rows: list[Row] = []
     for method, level in base.items():

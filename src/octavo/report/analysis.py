@@ -209,7 +209,6 @@ def factor(value: Spread | None, baseline: Spread | None) -> float | None:
     return value.mean / baseline.mean
 
 
-def num_seeds(record: Record) -> int:
-    """How many seeds the record holds, over all kinds that have one."""
-    kinds = ("ptq", "finetune", "train_step", "validation")
-    return len({text(row, "seed") for kind in kinds for row in record.all(kind) if row.get("seed") is not None})
+def within_bound(change_percent: float) -> bool:
+    """Whether a change is at most ``BOUND_PERCENT`` to either side, rounding of floats aside."""
+    return round(abs(change_percent), 6) <= BOUND_PERCENT

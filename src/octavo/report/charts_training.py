@@ -125,8 +125,6 @@ def _controls(views: list[str], splits: list[str], several_seeds: bool, several_
     ]
     if several_seeds:
         controls.append(Control("seeds", "Seeds", [("mean", "mean"), ("each", "each one")], ["mean"]))
-    else:
-        controls.append(Control("seeds", "Seeds", [("mean", "the only one")], ["mean"], "fixed"))
     return controls
 
 
@@ -150,7 +148,7 @@ def loss_chart(record: Record) -> Chart | None:
                 _trace(view, split, name, points, "each", f", seed {label(seed)}") for seed, points in by_seed.items()
             ]
         else:
-            traces[-1]["meta"] = show(view=view, split=split, seeds=["mean", "each"])
+            traces[-1]["meta"] = show(view=view, split=split)
     traces = [trace for trace in traces if trace["x"]]
     if not traces:
         return None

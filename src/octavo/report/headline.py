@@ -12,6 +12,7 @@ from octavo.report.analysis import (
     finetune_results,
     ptq_baseline,
     ptq_results,
+    within_bound,
 )
 from octavo.report.record import Record, number, text
 from octavo.report.wording import Spread, decimals, enumeration, percent, ratio, size, spread
@@ -61,7 +62,7 @@ def _ptq_sentences(results: list[PtqResult]) -> list[Sentence]:
     if baseline is not None and baseline.perplexity is not None and leader.perplexity is not None:
         before, after = decimals(baseline.perplexity.mean, 2), decimals(leader.perplexity.mean, 2)
         figures = f", from {before} to {after}"
-    tone = GOOD if change.mean <= BOUND_PERCENT else PLAIN
+    tone = GOOD if change.mean < 0 or within_bound(change.mean) else PLAIN
     cost = "costs" if change.mean > 0 else "changes perplexity by"
     what = " perplexity" if change.mean > 0 else ""
     first = f"{leader.method.label} {cost} {spread(change, percent)}{what} without training{figures}"
@@ -93,8 +94,8 @@ def _finetune_sentences(results: list[FinetuneResult]) -> list[Sentence]:
         return [Sentence("What fine-tuning in FP8 recovers is not in this record.", WITHOUT)]
     baseline = next((result for result in results if result.is_baseline), None)
     name = baseline.method.label if baseline else "16 bits"
-    gaps = [abs(result.gap_percent.mean) for result in tuned if result.gap_percent is not None]
-    within = sum(gap <= BOUND_PERCENT for gap in gaps)
+    gaps = [result.gap_percent.mean for result in tuned if result.gap_percent is not None]
+    within = sum(map(within_bound, gaps))
     count = f"all {len(gaps)}" if within == len(gaps) > 1 else f"{within} of {len(gaps)}"
     words = enumeration([_gap_words(result) for result in tuned])
     bound = percent(BOUND_PERCENT, 0, signed=False)
@@ -160,13 +161,13 @@ def tiles(record: Record) -> list[Tile]:
     leader, baseline = leading_ptq(ptq), ptq_baseline(ptq)
     if leader is not None and leader.change_percent is not None:
         value = percent(leader.change_percent.mean)
-        tone = GOOD if abs(leader.change_percent.mean) <= BOUND_PERCENT else PLAIN
+        tone = GOOD if within_bound(leader.change_percent.mean) else PLAIN
         found.append(Tile(value, f"perplexity, {leader.method.label}, without training", tone))
     gaps = [(abs(r.gap_percent.mean), r) for r in tuned if r.gap_percent is not None and not r.is_baseline]
     if gaps:
         worst = max(gaps, key=lambda pair: pair[0])[1]
         assert worst.gap_percent is not None
-        tone = GOOD if abs(worst.gap_percent.mean) <= BOUND_PERCENT else BAD
+        tone = GOOD if within_bound(worst.gap_percent.mean) else BAD
         among = f", worst of {len(gaps)}" if len(gaps) > 1 else ""
         caption = f"perplexity against 16 bits, fine-tuned{among}: {worst.method.label}"
         found.append(Tile(percent(worst.gap_percent.mean), caption, tone))

@@ -6,6 +6,7 @@ from the rows is escaped by jinja2; figures travel as JSON in which ``<`` is wri
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
@@ -24,6 +25,14 @@ from octavo.report.sections import sections
 
 def _asset(name: str) -> str:
     return (resources.files("octavo.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _template() -> Any:
+    jinja2 = require("jinja2", "the report's page")
+    strict = jinja2.StrictUndefined
+    environment = jinja2.Environment(autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(_asset("page.html.j2"))
 
 
 def _json(value: Any) -> str:
@@ -52,16 +61,11 @@ def _subtitle(record: Record) -> str:
 
 def render(rows: Iterable[Mapping[str, Any]]) -> str:
     """The page as a text. Raises ModuleNotFoundError that names the extra when plotly or jinja2 is absent."""
-    jinja2 = require("jinja2", "the report's page")
     plotly_js: str = require("plotly.offline", "the report's page").get_plotlyjs()
     record = Record(rows)
     parts = sections(record)
     charts: list[Chart] = [chart for section in parts for chart in section.charts]
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string(_asset("page.html.j2"))
-    page: str = template.render(
+    page: str = _template().render(
         title=_title(record),
         subtitle=_subtitle(record),
         sentences=sentences(record),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.report.analysis import BOUND_PERCENT, PtqResult, finetune_results, ptq_results
+from octavo.report.analysis import PtqResult, finetune_results, ptq_results, within_bound
 from octavo.report.record import Record, Row, number, text
 from octavo.report.wording import (
     ABSENT,
@@ -131,7 +131,7 @@ def finetune_table(record: Record) -> Table:
     rows = []
     for result in results:
         gap = result.gap_percent
-        tone = "" if gap is None else ("good" if abs(gap.mean) <= BOUND_PERCENT else "bad")
+        tone = "" if gap is None else ("good" if within_bound(gap.mean) else "bad")
         recovered = optional(result.recovered, lambda share: percent(100 * share, 0, signed=False))
         rows.append(
             [

@@ -5,8 +5,10 @@ Data, a baseline trained in 16 bits, quantization without training, fine-tuning 
 """
 
 from octavo.study.corpus import DataError
-from octavo.study.engine import PHASES, PreflightError, preflight, run_study
+from octavo.study.engine import PHASES, preflight, run_study
 from octavo.study.progress import Progress, SilentProgress, Stop, StudyInterrupted, stop_on_interrupt
+from octavo.study.report_phase import summarise
+from octavo.study.resuming import PreflightError, planned, stored_settings
 from octavo.study.settings import DTYPES, PRESETS, StudySettings
 
 __all__ = [
@@ -20,7 +22,10 @@ __all__ = [
     "Stop",
     "StudyInterrupted",
     "StudySettings",
+    "planned",
     "preflight",
     "run_study",
     "stop_on_interrupt",
+    "stored_settings",
+    "summarise",
 ]

@@ -13,25 +13,28 @@ from pathlib import Path
 
 import torch
 
-from octavo.study.atomic import read_json, replacing, write_json
+from octavo.study.atomic import replacing, write_json
 from octavo.study.baseline_phase import train_baseline
 from octavo.study.budget import TimeBudget
 from octavo.study.corpus import check_source
 from octavo.study.data_phase import prepare_data
 from octavo.study.environment import run_row
+from octavo.study.finetune_phase import finetune
 from octavo.study.progress import Progress, SilentProgress, Stop
+from octavo.study.quantize_phase import quantize_baseline
 from octavo.study.record import Record, Row
+from octavo.study.report_phase import closing_rows, write_report
+from octavo.study.resuming import PreflightError, stored_settings
 from octavo.study.run import RECORD, SETTINGS, Run
 from octavo.study.settings import StudySettings
 
 PHASES: dict[str, Callable[[Run], list[Row]]] = {
     "data": prepare_data,
     "baseline": train_baseline,
+    "ptq": quantize_baseline,
+    "finetune": finetune,
+    "report": closing_rows,
 }
-
-
-class PreflightError(ValueError):
-    """Something that would make the study fail later; nothing has been computed yet."""
 
 
 def run_study(
@@ -61,6 +64,7 @@ def run_study(
     for name, phase in PHASES.items():
         if not run.record.finished(name):
             _run_phase(run, name, phase)
+    write_report(run.record.rows, settings.out)
     return run.record.rows
 
 
@@ -69,26 +73,30 @@ def _run_phase(run: Run, name: str, phase: Callable[[Run], list[Row]]) -> None:
     start = time.monotonic()
     rows = phase(run)
     shrunk = [row for row in rows if row["kind"] == "adjustment"]
-    note = "; ".join(f"{row['what']} {row['wanted']} -> {row['used']}" for row in shrunk) or None
+    remarks = [f"{row['what']} {row['wanted']} -> {row['used']}" for row in shrunk] + run.notes
+    run.notes.clear()
     done: Row = {
         "kind": "phase",
         "name": name,
         "seconds": time.monotonic() - start,
         "status": "shrunk" if shrunk else "done",
-        "note": note,
+        "note": "; ".join(remarks) or None,
     }
     run.record.append([*rows, done])
 
 
-def preflight(settings: StudySettings, *, resume: bool) -> None:
-    """Raise PreflightError for a folder, disk, device or text that cannot work."""
+def preflight(settings: StudySettings, *, resume: bool, create: bool = True) -> None:
+    """Raise PreflightError for a folder, disk, device or text that cannot work; `create` makes the folder."""
     folder = settings.out
     record = folder / RECORD
     if resume:
-        _check_resumable(settings)
+        stored_settings(folder, settings.time_limit_s, vars(settings))
     elif record.exists():
         raise PreflightError(f"{folder} already holds a run; go on with it by --resume, or choose another --out")
-    _check_writable(folder)
+    if create:
+        _check_writable(folder)
+    while not folder.exists():
+        folder = folder.absolute().parent
     needed = required_bytes(settings)
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -116,17 +124,3 @@ def _check_writable(folder: Path) -> None:
         (folder / ".writable").unlink()
     except OSError as error:
         raise PreflightError(f"--out {folder} cannot be written ({error.strerror}); choose another folder") from error
-
-
-def _check_resumable(settings: StudySettings) -> None:
-    path = settings.out / SETTINGS
-    if not path.exists():
-        raise PreflightError(f"{settings.out} holds no run to resume ({SETTINGS} is missing); leave out --resume")
-    stored, asked = read_json(path), settings.to_json()
-    asked["methods"] = None if asked["methods"] is None else list(asked["methods"])
-    differing = [f"{key} was {stored.get(key)!r}, now {asked[key]!r}" for key in asked if stored.get(key) != asked[key]]
-    if differing:
-        raise PreflightError(
-            f"{settings.out} was begun with other settings ({'; '.join(differing)}); resume with the same, "
-            "or choose another --out"
-        )

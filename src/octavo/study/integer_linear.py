@@ -10,7 +10,8 @@ product.
     codes = round(w / s) + z in 0..15,  s = (max - min) / 15,  w ≈ (codes - z) * s
 
 Integer products run in `torch._int_mm` on a GPU. On a CPU they are emulated by an fp32 GEMM: codes and products are
-exact in fp32, and so is the sum while it stays below 2^24, which 1,040 products of the largest codes reach.
+exact in fp32, and so is the sum while it stays below 2^24 (1,040 products of the largest codes); larger sums are
+rounded to fp32, as the GPU's int32 sums are when they are scaled.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Int4Linear(nn.Module):
 
 
 def int8_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [M, K] times b [N, K] transposed, both int8 -> fp32 [M, N], exact while |sum| < 2^24."""
+    """Product [M, N] in fp32 of int8 codes a [M, K] and b [N, K], the second transposed."""
     if not int8_is_native(a.device):
         return a.float() @ b.float().t()
     rows, columns = a.shape

@@ -23,13 +23,14 @@ RECORD, SETTINGS, TOKENS, TOKENIZER = "record.jsonl", "settings.json", "tokens.s
 
 @dataclass
 class Run:
-    """One study on its way; phases read from it and return rows."""
+    """One study on its way; phases read from it, return rows, and leave remarks in `notes`."""
 
     settings: StudySettings
     record: Record
     budget: TimeBudget
     progress: Progress = field(default_factory=SilentProgress)
     stop: Stop = field(default_factory=Stop)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def folder(self) -> Path:

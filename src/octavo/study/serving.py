@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from octavo.inference import calibrate, execution_of, freeze
+from octavo.study.environment import has_native_fp8
 from octavo.study.integer_linear import Int4Linear, Int8Linear, int8_is_native
 from octavo.study.model import HEAD
 
+_NATIVE_SCHEMES = frozenset({"tensor_static", "tensor_dynamic", "row"})
 HIGH, NATIVE, EMULATED = "high precision", "native", "emulated"
 
 
@@ -36,13 +37,15 @@ class ServingMethod:
             for name, linear in linear_layers(model).items():
                 replace_module(model, name, self.layer(linear))
         elif self.scheme is not None:
+            from octavo.inference import calibrate, freeze
+
             scales = calibrate(model, calibration) if self.scheme == "tensor_static" else None
             freeze(model, scheme=self.scheme, calibration=scales, exclude=[HEAD])
 
     def execution(self, device: torch.device) -> str:
         """`native`, `emulated` or `high precision` on this device."""
         if self.scheme is not None:
-            return execution_of(self.scheme, device)
+            return NATIVE if has_native_fp8(device) and self.scheme in _NATIVE_SCHEMES else EMULATED
         if self.layer is Int8Linear:
             return NATIVE if int8_is_native(device) else EMULATED
         return HIGH
@@ -81,9 +84,7 @@ def serving_methods(half: str) -> dict[str, ServingMethod]:
             activations="E4M3, 1×128 blocks",
             scheme="block128",
         ),
-        ServingMethod(
-            key="mxfp8", label="MXFP8", weights="E4M3, MX 1×32", activations="E4M3, MX 1×32", scheme="mxfp8"
-        ),
+        ServingMethod(key="mxfp8", label="MXFP8", weights="E4M3, MX 1×32", activations="E4M3, MX 1×32", scheme="mxfp8"),
         ServingMethod(
             key="int8",
             label="INT8",

@@ -1,0 +1,169 @@
+"""Phase `finetune`: the same steps from the same start and in the same order, in 16 bits and in FP8.
+
+Each result is evaluated twice: as it would be served (an FP8 recipe in its FP8 form), and in 16 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from octavo.conversion import convert, unconvert
+from octavo.recipes import CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from octavo.runtime import count_gemms, update_scales
+from octavo.study.atomic import read_json, write_json
+from octavo.study.baseline_phase import baseline_model, compiled, step_seconds
+from octavo.study.budget import fit
+from octavo.study.environment import has_native_fp8
+from octavo.study.evaluation import Evaluation
+from octavo.study.model import HEAD
+from octavo.study.quantize_phase import calibration_batches, serving_context
+from octavo.study.record import Row, clean
+from octavo.study.run import Run
+from octavo.study.scale_history import scale_rows
+from octavo.study.serving import EMULATED, HIGH, NATIVE, serving_methods
+from octavo.study.training import Precision, Trainer, TrainingPlan, TrainingResult
+
+FINETUNE = "finetune"
+_SEED_OFFSET = 1  # another order than the baseline's, the same for every method
+_PROBES = 20  # points of the scale history
+_HISTORY = 16  # amax history: as long as a short fine-tuning can fill
+
+
+@dataclass(frozen=True)
+class TuningMethod:
+    """How one fine-tuning computes, and how its result is served."""
+
+    key: str
+    recipe: Recipe | None
+    served_as: str
+
+
+def tuning_methods(half: str) -> list[TuningMethod]:
+    """The 16-bit method first, then FP8 with delayed, current and row-wise scaling."""
+    return [
+        TuningMethod(half, None, half),
+        TuningMethod("delayed", DelayedScaling(amax_history_len=_HISTORY), "tensor_static"),
+        TuningMethod("current", CurrentScaling(), "tensor_dynamic"),
+        TuningMethod("rowwise", RowwiseScaling(), "rowwise"),
+    ]
+
+
+def finetune(run: Run) -> list[Row]:
+    """Fine-tune with every method; rows `train_step`, `validation`, `scale_history`, `finetune`, `adjustment`."""
+    methods = tuning_methods(run.settings.dtype)
+    steps, rows = finetune_steps(run, methods)
+    run.progress.phase(FINETUNE, steps * len(methods), "steps")
+    for method in methods:
+        run.stop.check()
+        rows.extend(tuned(run, method, steps))
+    return rows
+
+
+def finetune_steps(run: Run, methods: list[TuningMethod]) -> tuple[int, list[Row]]:
+    """The number of steps of each method, shrunk to the time limit, and the `adjustment` row if shrunk."""
+    wanted = run.preset.finetune_steps
+    available = run.budget.seconds_for(FINETUNE)
+    if available is None or run.is_decided("finetune-steps"):
+        return run.decided("finetune-steps", wanted, [])
+    seconds = 0.0
+    for method in methods:
+        model = baseline_model(run)
+        seconds += step_seconds(run, prepared(model, method), precision_of(method, probe_every=None)) * 1.1
+    # A quarter of the time is for the evaluations as served.
+    return run.decided("finetune-steps", *fit(wanted, seconds, 0.75 * available, phase=FINETUNE, what="steps"))
+
+
+def prepared(model: nn.Module, method: TuningMethod) -> nn.Module:
+    """The model with its linear layers in the method's precision, the head left in 16 bits."""
+    if method.recipe is not None:
+        convert(model, recipe=method.recipe, exclude=[HEAD], filter="all")
+    return model
+
+
+def precision_of(method: TuningMethod, probe_every: int | None) -> Precision:
+    """The training loop's seam: the end of a step of delayed scaling, and the scale history every so many steps."""
+    recipe = method.recipe
+    if recipe is None or recipe.delayed is None:
+        return Precision(method=method.key)
+
+    def probe(model: nn.Module, step: int) -> list[Row]:
+        if probe_every is None or step % probe_every:
+            return []
+        return scale_rows(model, method.key, step)
+
+    return Precision(method=method.key, after_backward=update_scales, probe=probe)
+
+
+def tuned(run: Run, method: TuningMethod, steps: int) -> list[Row]:
+    """The rows of one method: from its file if an earlier start finished it, else by training."""
+    path = run.folder / FINETUNE / f"{method.key}.json"
+    if path.exists():
+        stored: list[Row] = read_json(path)
+        run.progress.advance(steps, f"{method.key}: done before")
+        return stored
+    model = prepared(baseline_model(run), method)
+    preset = run.preset
+    plan = TrainingPlan(
+        steps=steps,
+        learning_rate=preset.finetune_learning_rate,
+        warmup=min(preset.warmup, max(1, steps // 10)),
+        evaluate_every=max(1, steps // 3),
+        log_every=1 if run.device.type == "cpu" else 5,
+        seed=run.settings.seed + _SEED_OFFSET,
+        dtype=run.half,
+    )
+    trainer = Trainer(
+        compiled(run, model),
+        plan,
+        run.batches(plan.seed),
+        run.evaluator("validation", preset.validation_tokens),
+        phase=FINETUNE,
+        precision=precision_of(method, max(1, steps // _PROBES)),
+        folder=run.folder / FINETUNE / method.key,
+    )
+    with count_gemms() as gemms:
+        result = trainer.run(run.progress, run.stop)
+    served, plain = served_evaluations(run, model, method)
+    row = finetune_row(run, method, result, served, plain) | {"fp8_gemms": gemms.fp8}
+    rows = [clean(each) for each in [*reseeded(result.rows, run.settings.seed), row]]
+    write_json(path, rows)
+    return rows
+
+
+def reseeded(rows: list[Row], seed: int) -> list[Row]:
+    """Rows under the study's own seed, not the one that orders the batches."""
+    return [{**row, "seed": seed} for row in rows]
+
+
+def served_evaluations(run: Run, model: nn.Module, method: TuningMethod) -> tuple[Evaluation, Evaluation]:
+    """The fine-tuned model on the test split: as served, and in 16 bits. `model` is used up."""
+    if method.recipe is not None:
+        unconvert(model)
+    model.to(run.half).eval().requires_grad_(False)
+    evaluate = run.evaluator("test", run.decided("test-tokens", run.preset.test_tokens, [])[0])
+    plain = evaluate(model, lambda: serving_context(run))
+    if method.recipe is None:
+        return plain, plain
+    serving_methods(run.settings.dtype)[method.served_as].apply(model, calibration_batches(run))
+    return evaluate(model, lambda: serving_context(run)), plain
+
+
+def finetune_row(run: Run, method: TuningMethod, result: TrainingResult, served: Evaluation, plain: Evaluation) -> Row:
+    """The `finetune` row."""
+    execution = HIGH if method.recipe is None else NATIVE if has_native_fp8(run.device) else EMULATED
+    return {
+        "kind": "finetune",
+        "method": method.key,
+        "seed": run.settings.seed,
+        "steps": result.steps,
+        "perplexity": served.perplexity,
+        "perplexity_bf16_serving": plain.perplexity,
+        "loss": served.loss,
+        "accuracy": served.accuracy,
+        "steps_per_s": result.steps_per_s,
+        "peak_memory_bytes": result.peak_memory_bytes,
+        "execution": execution,
+        "served_as": method.served_as,
+    }

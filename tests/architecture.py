@@ -31,7 +31,8 @@ WALK: list[set[str]] = [
     {"cli"},
 ]
 POSITION = {room: position for position, group in enumerate(WALK) for room in group}
-FRONT_DOOR, LEAF = "__init__", "version"
+# Files beside the rooms: what users import, what `python -m octavo` runs, and what any room may import.
+FRONT_DOOR, COMMAND, LEAF = "__init__", "__main__", "version"
 
 MAY_USE_TRITON = {"kernels"}
 MAY_USE_DISTRIBUTED = {"distributed", "bench", "study"}
@@ -91,7 +92,7 @@ def is_within(module: str, package: str) -> bool:
 
 def room_order(source: Source) -> Iterator[str]:
     """A room imports only from rooms to its left; nobody inside goes out through the front door."""
-    if source.room in (FRONT_DOOR, LEAF):
+    if source.room in (FRONT_DOOR, LEAF, COMMAND):
         return
     if source.room not in POSITION:
         yield f"{source.path}: '{source.room}' is no room; rooms are {', '.join(POSITION)}"
@@ -108,6 +109,14 @@ def room_order(source: Source) -> Iterator[str]:
             yield f"{source.path}:{line}: {source.room} and {target} never import one another ({module})"
         elif POSITION[target] > POSITION[source.room]:
             yield f"{source.path}:{line}: {source.room} is left of {target} and may not import it ({module})"
+
+
+def command_imports_cli(source: Source) -> Iterator[str]:
+    """`python -m octavo` is the command line, and nothing of its own."""
+    if source.path == f"{COMMAND}.py":
+        for line, module in source.imports:
+            if not is_within(module, "octavo.cli") and not is_within(module, "__future__"):
+                yield f"{source.path}:{line}: imports from octavo.cli alone ({module})"
 
 
 def leaf_imports_nothing(source: Source) -> Iterator[str]:
@@ -214,6 +223,7 @@ def front_door_reexports(source: Source) -> Iterator[str]:
 
 RULES = [
     room_order,
+    command_imports_cli,
     leaf_imports_nothing,
     absolute_imports,
     triton_in_kernels,

@@ -1,8 +1,8 @@
 """From values to codes and back: the one definition of rounding.
 
 `cast` does not rest on `Tensor.to(float8)` for anything out of range, since that differs between torch versions and
-formats. In range, `Tensor.to` rounds to nearest, ties to even, in all of them, and is used for its speed; the tests hold
-it to that over every bf16 and fp16 value.
+formats. In range, `Tensor.to` rounds to nearest, ties to even, in all of them, and is used for its speed; the tests
+hold it to that over every bf16 and fp16 value.
 
 What becomes of everything (M is the largest finite value):
 
@@ -67,6 +67,10 @@ def cast_float32(x: Tensor, format: Format, saturate: bool = True) -> Tensor:
     finite = x.nan_to_num(nan=math.nan, posinf=limit, neginf=-limit)
     # 2. In range, torch rounds to nearest even in every version.
     codes = finite.clamp_(-limit, limit).to(format.dtype)
+    if torch.compiler.is_compiling():
+        # Inductor's vectorized conversion (torch 2.13, CPU) sets the sign of NaN. Writing the code out costs nothing in
+        # a fused loop; as an operation of its own it would double the time of an eager cast.
+        codes = torch.where(x.isnan(), format.nan_code, codes.view(torch.uint8)).view(format.dtype)
     if saturate:
         return codes
     # 3. Overflow after rounding; the tie itself goes to the even neighbour, which is M where M's last bit is 0.

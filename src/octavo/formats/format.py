@@ -64,7 +64,7 @@ class Format:
     @property
     def max_exponent(self) -> int:
         """floor(log2(max)): the "emax" of the MX specification."""
-        top = 2**self.exponent_bits - 1
+        top = (1 << self.exponent_bits) - 1
         return top - self.bias - int(self.has_inf or not self.signed)
 
     @property
@@ -91,8 +91,8 @@ class Format:
     def nan_code(self) -> int:
         """The one NaN that Octavo writes; its sign bit is clear where the format has a choice."""
         if self.nan == "negative_zero":
-            return 2 ** (self.bits - 1)
-        return 2 ** (self.exponent_bits + self.mantissa_bits) - 1
+            return 1 << (self.bits - 1)
+        return (1 << (self.exponent_bits + self.mantissa_bits)) - 1
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies and unpickled formats are the format itself, so that `is` holds.

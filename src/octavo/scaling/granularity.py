@@ -1,7 +1,7 @@
 """Which elements of a matrix share a scale.
 
-A granularity is the extent of one block, [rows, columns] of the matrix, None meaning "all of them". A tensor of more than
-two dimensions is seen as the matrix [product of the leading ones, last one].
+A granularity is the extent of one block, [rows, columns] of the matrix, None meaning "all of them". A tensor of more
+than two dimensions is seen as the matrix [product of the leading ones, last one].
 
     tensor   (None, None)   one scale                       scale [1, 1]
     row      (1, None)      one per token or output channel scale [M, 1]
@@ -12,6 +12,7 @@ two dimensions is seen as the matrix [product of the leading ones, last one].
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,9 +91,7 @@ def as_matrix(x: Tensor) -> Tensor:
     """x as [M, K]: leading dimensions joined; a vector is one row."""
     if x.dim() == 2:
         return x
-    last = x.shape[-1] if x.dim() else 1
-    rows = x.numel() // last if last else 0
-    return x.reshape(rows, last)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
 
 
 def blocks(x: Tensor, granularity: Granularity) -> Tensor:

@@ -16,14 +16,14 @@ So an amax takes part in exactly L updates. All of it works on many operands at 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Union
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
 
-AmaxComputeAlgo = Union[Literal["max", "most_recent"], Callable[[Tensor], Tensor]]
+AmaxComputeAlgo = Literal["max", "most_recent"] | Callable[[Tensor], Tensor]
 
 
 def updated_history(

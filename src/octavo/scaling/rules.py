@@ -5,9 +5,9 @@
     codes = cast(x * m)
     scale = 1 / m           rounded to nearest in float32
 
-with M the largest finite value of the format. These are the roundings of Transformer Engine and of torchao, so that codes
-can be compared byte by byte. With power-of-two scales m is rounded *down* to a power of two: nothing saturates, and
-multiplying by m or by the scale is exact.
+with M the largest finite value of the format. These are the roundings of Transformer Engine and of torchao, so that
+codes can be compared byte by byte. With power-of-two scales m is rounded *down* to a power of two: nothing saturates,
+and multiplying by m or by the scale is exact.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ Each result is evaluated twice: as it would be served (an FP8 recipe in its FP8 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from torch import nn
@@ -21,13 +22,13 @@ from octavo.study.model import HEAD
 from octavo.study.quantize_phase import calibration_batches, serving_context
 from octavo.study.record import Row, clean
 from octavo.study.run import Run
-from octavo.study.scale_history import scale_rows
+from octavo.study.scale_history import scale_history
 from octavo.study.serving import EMULATED, HIGH, NATIVE, serving_methods
 from octavo.study.training import Precision, Trainer, TrainingPlan, TrainingResult
 
 FINETUNE = "finetune"
 _SEED_OFFSET = 1  # another order than the baseline's, the same for every method
-_PROBES = 20  # points of the scale history
+_WATCHED = 10  # points of the scale history
 _HISTORY = 16  # amax history: as long as a short fine-tuning can fill
 
 
@@ -70,7 +71,7 @@ def finetune_steps(run: Run, methods: list[TuningMethod]) -> tuple[int, list[Row
     seconds = 0.0
     for method in methods:
         model = baseline_model(run)
-        seconds += step_seconds(run, prepared(model, method), precision_of(method, probe_every=None)) * 1.1
+        seconds += step_seconds(run, prepared(model, method), precision_of(method, watch_every=None)) * 1.1
     # A quarter of the time is for the evaluations as served.
     return run.decided("finetune-steps", *fit(wanted, seconds, 0.75 * available, phase=FINETUNE, what="steps"))
 
@@ -82,18 +83,15 @@ def prepared(model: nn.Module, method: TuningMethod) -> nn.Module:
     return model
 
 
-def precision_of(method: TuningMethod, probe_every: int | None) -> Precision:
+def precision_of(method: TuningMethod, watch_every: int | None) -> Precision:
     """The training loop's seam: the end of a step of delayed scaling, and the scale history every so many steps."""
-    recipe = method.recipe
-    if recipe is None or recipe.delayed is None:
+    if method.recipe is None:
         return Precision(method=method.key)
 
-    def probe(model: nn.Module, step: int) -> list[Row]:
-        if probe_every is None or step % probe_every:
-            return []
-        return scale_rows(model, method.key, step)
+    def watching(model: nn.Module, step: int) -> AbstractContextManager[list[Row]]:
+        return nullcontext([]) if watch_every is None else scale_history(model, method.key, step, watch_every)
 
-    return Precision(method=method.key, after_backward=update_scales, probe=probe)
+    return Precision(method=method.key, after_backward=update_scales, watching=watching)
 
 
 def tuned(run: Run, method: TuningMethod, steps: int) -> list[Row]:
@@ -120,13 +118,15 @@ def tuned(run: Run, method: TuningMethod, steps: int) -> list[Row]:
         run.batches(plan.seed),
         run.evaluator("validation", preset.validation_tokens),
         phase=FINETUNE,
-        precision=precision_of(method, max(1, steps // _PROBES)),
+        precision=precision_of(method, None if run.settings.compile else max(1, steps // _WATCHED)),
         folder=run.folder / FINETUNE / method.key,
     )
     with count_gemms() as gemms:
         result = trainer.run(run.progress, run.stop)
     served, plain = served_evaluations(run, model, method)
     row = finetune_row(run, method, result, served, plain) | {"fp8_gemms": gemms.fp8}
+    if run.settings.compile and method.recipe is not None:
+        run.notes.append(f"{method.key}: no scale history, compiled code is not watched")
     rows = [clean(each) for each in [*reseeded(result.rows, run.settings.seed), row]]
     write_json(path, rows)
     return rows

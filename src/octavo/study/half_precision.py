@@ -26,7 +26,7 @@ class _RoundedLinear(torch.autograd.Function):
     """y = x wᵀ + b with operands, result and gradients rounded to `dtype`, and fp32 sums."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
         """Take x [..., K], weight [N, K], bias [N] or None; give [..., N]."""
@@ -40,7 +40,7 @@ class _RoundedLinear(torch.autograd.Function):
             return y.to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Take dy [..., N]; give the gradients of x, weight and bias in their own dtypes."""
         x, weight = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.grad_dtypes

@@ -64,7 +64,8 @@ class Int8Linear(nn.Module):
         codes, scale = quantize_int8(linear.weight.detach())
         self.register_buffer("codes", codes)
         self.register_buffer("scale", scale.t().contiguous())  # [1, N], as the product needs it
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
+        self.register_buffer("bias", _detached(linear.bias))
+        self.bias: torch.Tensor | None
         self.codes: torch.Tensor
         self.scale: torch.Tensor
 
@@ -88,7 +89,8 @@ class Int4Linear(nn.Module):
         self.register_buffer("codes", codes)
         self.register_buffer("scale", scale)
         self.register_buffer("offset", offset)
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
+        self.register_buffer("bias", _detached(linear.bias))
+        self.bias: torch.Tensor | None
         self.codes: torch.Tensor
         self.scale: torch.Tensor
         self.offset: torch.Tensor
@@ -114,3 +116,7 @@ def int8_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def int8_is_native(device: torch.device) -> bool:
     """Whether int8 products run on int8 hardware here."""
     return device.type == "cuda"
+
+
+def _detached(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.detach().clone()

@@ -17,20 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from octavo.formats import E4M3, finfo
-from octavo.study.integer_linear import dequantize_int4, quantize_int4, quantize_int8
+from octavo.formats import E4M3
+from octavo.inference import FrozenLinear
+from octavo.inspection import statistics
+from octavo.study.integer_linear import Int4Linear, Int8Linear, dequantize_int4, quantize_int8
 from octavo.study.record import Row
 from octavo.study.serving import linear_layers
-from octavo.tensor import quantize
+from octavo.tensor import QuantizedTensor, quantize
 
 _ROWS = 1024  # tokens kept of each layer's input
-_FP8_GRANULARITY = {  # key: (of the weight [N, K], of the input [M, K])
-    "tensor_static": ("tensor", "tensor"),
-    "tensor_dynamic": ("tensor", "tensor"),
-    "rowwise": ("row", "row"),
-    "block128": ((128, 128), (1, 128)),
-    "mxfp8": ("mx", "mx"),
-}
 
 
 @dataclass(frozen=True)
@@ -83,51 +78,45 @@ def layer_error_rows(
     """The `layer_error` rows of one method, whose served model is `served`."""
     result = []
     for name, sample in samples.items():
+        layer = served.get_submodule(name)
         x, weight = sample.rows.float(), sample.weight.float()
-        weight_stored = stored_weight(key, weight)
-        input_stored, saturation = stored_input(key, x, sample.amax)
         with torch.no_grad(), context():
-            output = served.get_submodule(name)(sample.rows).float()
+            output = layer(sample.rows).float()
         exact = F.linear(x, weight, None if sample.bias is None else sample.bias.float())
-        nonzero = x != 0
-        result.append(
-            {
-                "kind": "layer_error",
-                "method": key,
-                "layer": name,
-                "weight_sqnr_db": sqnr_db(weight, weight_stored),
-                "input_sqnr_db": sqnr_db(x, input_stored),
-                "output_sqnr_db": sqnr_db(exact, output),
-                "input_amax": sample.amax,
-                "underflow": float(((input_stored == 0) & nonzero).sum() / nonzero.sum().clamp(min=1)),
-                "saturation": saturation,
-            }
-        )
+        row: Row = {"kind": "layer_error", "method": key, "layer": name}
+        row |= input_figures(layer, x) | {"input_amax": sample.amax}
+        row |= {"weight_sqnr_db": sqnr_db(weight, stored_weight(layer)), "output_sqnr_db": sqnr_db(exact, output)}
+        result.append(row)
     return result
 
 
-def stored_weight(key: str, weight: torch.Tensor) -> torch.Tensor:
-    """The fp32 values that a method stores of a weight [N, K]."""
-    if key == "int8":
-        codes, scale = quantize_int8(weight)
-        return codes.float() * scale
-    if key == "int4":
-        return dequantize_int4(*quantize_int4(weight), weight.shape[1])
-    return quantize(weight, E4M3, _FP8_GRANULARITY[key][0]).dequantize()
+def stored_weight(layer: nn.Module) -> torch.Tensor:
+    """The fp32 values [N, K] that a served layer holds."""
+    if isinstance(layer, Int8Linear):
+        return layer.codes.float() * layer.scale.t()
+    if isinstance(layer, Int4Linear):
+        return dequantize_int4(layer.codes, layer.scale, layer.offset, layer.columns)
+    assert isinstance(layer, FrozenLinear), "the served forms are FP8, INT8 and INT4"
+    return QuantizedTensor(layer.weight, layer.weight_scale, layer.scheme.weight, torch.float32).dequantize()
 
 
-def stored_input(key: str, x: torch.Tensor, calibrated_amax: float) -> tuple[torch.Tensor, float]:
-    """The fp32 values that a method makes of an input [M, K], and the share of them that saturates."""
-    if key == "int8":
-        codes, scale = quantize_int8(x)
-        return codes.float() * scale, 0.0
-    if key == "int4":
-        return x, 0.0
-    if key == "tensor_static":
-        scale_value = calibrated_amax / finfo(E4M3).max if calibrated_amax > 0 else 1.0
-        values = quantize(x, E4M3, "tensor", scale=scale_value).dequantize()
-        return values, float((x.abs() > calibrated_amax).float().mean())
-    return quantize(x, E4M3, _FP8_GRANULARITY[key][1]).dequantize(), 0.0
+def input_figures(layer: nn.Module, x: torch.Tensor) -> Row:
+    """SQNR, underflow and saturation of a served layer's cast of its input x [M, K]; None where it casts nothing."""
+    if isinstance(layer, FrozenLinear):
+        scheme = layer.scheme
+        codes = quantize(x, E4M3, scheme.activation, scale=layer.input_scale, power_of_two=scheme.power_of_two)
+        figures = statistics(x, codes)
+        return {
+            "input_sqnr_db": figures.sqnr_db,
+            "underflow": figures.underflow,
+            "saturation": figures.saturation,
+        }
+    if isinstance(layer, Int8Linear):
+        integer, scale = quantize_int8(x)
+        lost = (integer == 0) & (x != 0)
+        values = integer.float() * scale
+        return {"input_sqnr_db": sqnr_db(x, values), "underflow": float(lost.float().mean()), "saturation": 0.0}
+    return {"input_sqnr_db": None, "underflow": None, "saturation": 0.0}
 
 
 def sqnr_db(exact: torch.Tensor, approximate: torch.Tensor) -> float | None:

@@ -85,7 +85,8 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=past == 0 and tokens > 1,
         )
-        return self.proj(y.transpose(1, 2).reshape(batch, tokens, width))
+        out: torch.Tensor = self.proj(y.transpose(1, 2).reshape(batch, tokens, width))
+        return out
 
 
 class Block(nn.Module):
@@ -104,7 +105,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, cache: KeyValueCache | None) -> torch.Tensor:
         """[B, T, C] -> [B, T, C]."""
         x = x + self.dropout(self.attention(self.norm_1(x), cache))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh")))
+        out: torch.Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh")))
+        return out
 
 
 class GPT(nn.Module):

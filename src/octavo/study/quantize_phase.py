@@ -25,7 +25,7 @@ from octavo.study.half_precision import half_products, needs_fp32_products
 from octavo.study.layer_error import LayerSample, layer_error_rows, sample_layers
 from octavo.study.record import Row, clean
 from octavo.study.run import Run
-from octavo.study.serving import ServingMethod, linear_layers, model_bytes, serving_methods, weight_bytes
+from octavo.study.serving import ServingMethod, execution_of, linear_layers, model_bytes, serving_methods, weight_bytes
 from octavo.study.transformer_engine import transformer_engine_reason, transformer_engine_row
 
 PTQ = "ptq"
@@ -124,6 +124,7 @@ def measured(
     result = run.evaluator("test", tokens)(served, lambda: serving_context(run))
     speed = measure_generation(served, generation_plan(run), lambda: serving_context(run))
     row = ptq_row(run, method, result, speed)
+    row |= {"execution": execution_of(served)}
     row |= {"weight_bytes": weight_bytes(served, names), "model_bytes": model_bytes(served), "load_s": load_s}
     rows = [row]
     if method.key != run.settings.dtype:
@@ -152,7 +153,6 @@ def ptq_row(run: Run, method: ServingMethod, result: Evaluation, speed: Generati
         "prefill_tokens_per_s": speed.prefill_tokens_per_s if speed else None,
         "decode_tokens_per_s": speed.decode_tokens_per_s if speed else None,
         "generation_batch": run.preset.generation_batch,
-        "execution": method.execution(run.device),
         "seed": run.settings.seed,
         "note": note,
     }

@@ -1,38 +1,48 @@
-"""Amax and scale over time, read from the state that layers with delayed scaling keep in their state dict."""
+"""Amax and scale over time: what the casts of a few layers saw at some steps of training."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
 from torch import nn
 
+from octavo.inspection import watch
+from octavo.modules import FP8LinearMixin
 from octavo.study.record import Row
 
-OPERANDS = ("input", "weight", "grad_output")
 _MOST_LAYERS = 6
 
 
-def scale_rows(model: nn.Module, method: str, step: int) -> list[Row]:
-    """`scale_history` rows of up to six layers, evenly chosen: the newest amax and the scale of each operand."""
-    state = model.state_dict()
-    layers = [name.removesuffix(".input_scale") for name in state if name.endswith(".input_scale")]
-    chosen = layers[:: max(1, -(-len(layers) // _MOST_LAYERS))]
-    rows = []
-    for layer in chosen:
-        for operand in OPERANDS:
-            history = state.get(f"{layer}.{operand}_amax_history")
-            scale = state.get(f"{layer}.{operand}_scale")
-            if history is None or scale is None:
-                continue
-            # Position 0 gathers the current step; the past follows, the oldest first.
-            amax = history[-1] if history.numel() > 1 else history[0]
+def watched_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Up to six FP8 layers, evenly chosen over the model's depth."""
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, FP8LinearMixin)]
+    return dict(layers[:: max(1, -(-len(layers) // _MOST_LAYERS))])
+
+
+@contextmanager
+def scale_history(model: nn.Module, method: str, step: int, every: int) -> Iterator[list[Row]]:
+    """Watch the forward and backward inside at every `every`-th step; the list holds the rows at the exit.
+
+    A watched step waits for the device at each cast.
+    """
+    rows: list[Row] = []
+    if step % every:
+        yield rows
+        return
+    with ExitStack() as stack:
+        watches = {name: stack.enter_context(watch(layer)) for name, layer in watched_layers(model).items()}
+        yield rows
+    for name, seen in watches.items():
+        for key, figures in seen.statistics.items():
             rows.append(
                 {
                     "kind": "scale_history",
                     "method": method,
                     "step": step,
-                    "layer": layer,
-                    "operand": operand,
-                    "amax": float(amax),
-                    "scale": float(scale),
+                    "layer": name,
+                    "operand": key[1],
+                    "amax": figures.amax,
+                    "scale": seen.scales[key],
                 }
             )
-    return rows

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from octavo.study.environment import has_native_fp8
+from octavo.inference import FrozenLinear, calibrate, freeze
 from octavo.study.integer_linear import Int4Linear, Int8Linear, int8_is_native
 from octavo.study.model import HEAD
 
-_NATIVE_SCHEMES = frozenset({"tensor_static", "tensor_dynamic", "row"})
 HIGH, NATIVE, EMULATED = "high precision", "native", "emulated"
 
 
@@ -28,7 +27,7 @@ class ServingMethod:
     label: str
     weights: str
     activations: str
-    scheme: str | None = None  # of octavo.inference, for FP8
+    scheme: str | None = None  # of octavo.inference.SCHEMES, for FP8
     layer: Callable[[nn.Linear], nn.Module] | None = None  # for integers
 
     def apply(self, model: nn.Module, calibration: Sequence[torch.Tensor]) -> None:
@@ -37,18 +36,19 @@ class ServingMethod:
             for name, linear in linear_layers(model).items():
                 replace_module(model, name, self.layer(linear))
         elif self.scheme is not None:
-            from octavo.inference import calibrate, freeze
-
             scales = calibrate(model, calibration) if self.scheme == "tensor_static" else None
-            freeze(model, scheme=self.scheme, calibration=scales, exclude=[HEAD])
+            freeze(model, self.scheme, input_scales=scales, exclude=[HEAD])
 
-    def execution(self, device: torch.device) -> str:
-        """`native`, `emulated` or `high precision` on this device."""
-        if self.scheme is not None:
-            return NATIVE if has_native_fp8(device) and self.scheme in _NATIVE_SCHEMES else EMULATED
-        if self.layer is Int8Linear:
-            return NATIVE if int8_is_native(device) else EMULATED
-        return HIGH
+
+def execution_of(served: nn.Module) -> str:
+    """`native`, `emulated` or `high precision`: how the products of a served model's linear layers run."""
+    frozen = [module for module in served.modules() if isinstance(module, FrozenLinear)]
+    if frozen:
+        return NATIVE if all(module.is_native for module in frozen) else EMULATED
+    integer = [module for module in served.modules() if isinstance(module, Int8Linear)]
+    if integer:
+        return NATIVE if int8_is_native(integer[0].codes.device) else EMULATED
+    return HIGH
 
 
 def serving_methods(half: str) -> dict[str, ServingMethod]:

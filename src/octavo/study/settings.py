@@ -125,12 +125,11 @@ class StudySettings:
     def training(self) -> Preset:
         """The preset with the settings' own numbers of steps in their places."""
         preset = PRESETS[self.preset]
-        changes: dict[str, int] = {}
-        if self.steps is not None:
-            changes["steps"] = self.steps
-        if self.finetune_steps is not None:
-            changes["finetune_steps"] = self.finetune_steps
-        return dataclasses.replace(preset, **changes) if changes else preset
+        return dataclasses.replace(
+            preset,
+            steps=preset.steps if self.steps is None else self.steps,
+            finetune_steps=preset.finetune_steps if self.finetune_steps is None else self.finetune_steps,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The settings that must be the same when a run is resumed (the time limit may differ)."""

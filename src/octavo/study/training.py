@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,16 @@ class TrainingPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """What differs between methods: the name in the record, what follows the backward pass, what a log step adds."""
+    """What differs between methods: the name in the record, what follows the backward pass, what watches a step.
+
+    `watching(model, step)` surrounds forward and backward; the rows it gives are complete at its exit.
+    """
 
     method: str
     after_backward: Callable[[nn.Module], None] = field(default=lambda model: None)
-    probe: Callable[[nn.Module, int], list[Row]] = field(default=lambda model, step: [])
+    watching: Callable[[nn.Module, int], AbstractContextManager[list[Row]]] = field(
+        default=lambda model, step: nullcontext([])
+    )
 
 
 @dataclass(frozen=True)
@@ -144,10 +149,12 @@ class Trainer:
         inputs, targets = self.batches(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = plan.rate(self.step)
-        with self.forward_context():
-            logits = self.model(inputs)
-            loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1))
-        self.scaler.scale(loss).backward()
+        with self.precision.watching(self.model, self.step) as watched:
+            with self.forward_context():
+                logits = self.model(inputs)
+                loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1))
+            self.scaler.scale(loss).backward()
+        self.rows.extend(watched)
         self.precision.after_backward(self.model)
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), plan.clip)
@@ -188,7 +195,6 @@ class Trainer:
                 }
             )
         self._pending.clear()
-        self.rows.extend(self.precision.probe(self.model, steps[-1]))
         self._start_clock()
 
     def _start_clock(self) -> None:

@@ -77,7 +77,7 @@ def unconvert(model: nn.Module) -> nn.Module:
                 values = module.weight.detach().dequantize()
                 module.weight = nn.Parameter(values, requires_grad=module.weight.requires_grad)
             module.become_plain()
-            module.__class__ = original_class(type(module))
+            module.__class__ = original_class(type(module))  # type: ignore[assignment]
         if "_fast_path_activation" in module.__dict__:
             module.activation_relu_or_gelu = module.__dict__.pop("_fast_path_activation")
     return model

@@ -7,7 +7,6 @@ subclass, so that `isinstance` still finds it; so does `Conv1D` of transformers,
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,7 +28,8 @@ class _Rows(FP8LinearMixin):
         return self.run(input, cached_weight)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (original_class(type(self)),), self.__getstate__()
+        kind = type(self)
+        return _rebuild, (original_class(kind), issubclass(kind, _Columns)), self.__getstate__()
 
 
 class _Columns(_Rows):
@@ -40,14 +40,16 @@ class _Columns(_Rows):
         return self.weight.t()
 
 
-@functools.cache
+_CLASSES: dict[type[nn.Module], type[FP8LinearMixin]] = {nn.Linear: Linear}
+
+
 def fp8_class(kind: type[nn.Module], transposed: bool) -> type[FP8LinearMixin]:
     """The FP8 class of layers of class `kind`; `transposed` if its weight is stored as [in, out]."""
-    if kind is nn.Linear:
-        return Linear
-    base = _Columns if transposed else _Rows
-    namespace = {"__doc__": f"{kind.__name__} with FP8 matrix products.", "converted_from": kind}
-    return type(f"FP8{kind.__name__}", (base, kind), namespace)
+    if kind not in _CLASSES:
+        base = _Columns if transposed else _Rows
+        namespace = {"__doc__": f"{kind.__name__} with FP8 matrix products.", "converted_from": kind}
+        _CLASSES[kind] = type(f"FP8{kind.__name__}", (base, kind), namespace)
+    return _CLASSES[kind]
 
 
 def original_class(kind: type[nn.Module]) -> type[nn.Module]:
@@ -56,6 +58,5 @@ def original_class(kind: type[nn.Module]) -> type[nn.Module]:
     return found
 
 
-def _rebuild(kind: type[nn.Module]) -> nn.Module:
-    transposed = kind.__name__ == "Conv1D"
+def _rebuild(kind: type[nn.Module], transposed: bool) -> nn.Module:
     return nn.Module.__new__(fp8_class(kind, transposed))

@@ -19,7 +19,7 @@ def state_dict(model: nn.Module, plain: bool = True) -> dict[str, Any]:
         plain: leave the delayed-scaling state out and decode FP8 weights, so that it loads strictly into the model as
             it was before conversion. False gives `model.state_dict()`.
     """
-    entries = dict(model.state_dict())
+    entries = model.state_dict()
     if not plain:
         return entries
     for name, module in model.named_modules():
@@ -28,4 +28,7 @@ def state_dict(model: nn.Module, plain: bool = True) -> dict[str, Any]:
             for operand in OPERANDS:
                 entries.pop(f"{prefix}{operand}_scale", None)
                 entries.pop(f"{prefix}{operand}_amax_history", None)
-    return {k: v.dequantize() if isinstance(v, QuantizedTensor) else v for k, v in entries.items()}
+    for key, value in entries.items():
+        if isinstance(value, QuantizedTensor):
+            entries[key] = value.dequantize()
+    return entries

@@ -6,6 +6,8 @@ different codes; the maximum is what one process on the joined batch would have 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -27,9 +29,10 @@ class ProcessGroupAgreement:
         if torch.compiler.is_compiling():
             from torch.distributed import _functional_collectives as functional
 
-            chosen = dist.group.WORLD if group is None else group
-            return functional.all_reduce(amaxes, "max", chosen)
-        dist.all_reduce(amaxes, dist.ReduceOp.MAX, group)  # type: ignore[arg-type]
+            chosen: Any = dist.group.WORLD if group is None else group
+            agreed: Tensor = functional.all_reduce(amaxes, "max", chosen)
+            return agreed
+        dist.all_reduce(amaxes, dist.ReduceOp.MAX, group)  # type: ignore[arg-type, unused-ignore]
         return amaxes
 
 

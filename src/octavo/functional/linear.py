@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from octavo.kernels import padded, runs_natively, scaled_mm
 from octavo.runtime import LinearPlan
@@ -42,7 +43,7 @@ def linear(
         cached_weight: codes of the weight made before, in the layouts that are needed.
     """
     if torch.is_grad_enabled():
-        result: Tensor = _Linear.apply(x, weight, bias, plan, out_dtype, cached_weight)  # type: ignore[no-untyped-call]
+        result: Tensor = _Linear.apply(x, weight, bias, plan, out_dtype, cached_weight)
         return result
     operand = cached_weight or quantize_weight(weight, plan, True, False)
     return _fprop(plan.input(_as_rows(x), True, False), operand, bias, x, weight.shape[0], plan, out_dtype)
@@ -91,6 +92,7 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         plan: LinearPlan = ctx.plan
         x_codes_t, x_scale_t, w_codes_t, w_scale_t, x_high, w_high = ctx.saved_tensors
@@ -103,18 +105,18 @@ class _Linear(torch.autograd.Function):
         dx = dw = db = None
         # 2. dgrad.  [M, N] @ [N, K] -> [M, K]
         if dgrad_fp8 and codes is not None:
-            _count(plan, "dgrad", codes.codes, w_codes_t)
-            dx = scaled_mm(codes.codes, w_codes_t, codes.scale, w_scale_t, None, ctx.x_dtype, plan.accumulate.dgrad)
+            dy_codes, dy_scale = codes.row_wise
+            _count(plan, "dgrad", dy_codes, w_codes_t)
+            dx = scaled_mm(dy_codes, w_codes_t, dy_scale, w_scale_t, None, ctx.x_dtype, plan.accumulate.dgrad)
             dx = _unpadded(dx, rows.shape[0], num_in).reshape(ctx.x_shape)
         elif needs_dx:
             _count(plan, "dgrad", None, None)
             dx = (rows @ _high(w_high, rows.dtype)).reshape(ctx.x_shape).to(ctx.x_dtype)
         # 3. wgrad.  [N, M] @ [M, K] -> [N, K]
         if wgrad_fp8 and codes is not None:
-            _count(plan, "wgrad", codes.codes_t, x_codes_t)
-            dw = scaled_mm(
-                codes.codes_t, x_codes_t, codes.scale_t, x_scale_t, None, ctx.weight_dtype, plan.accumulate.wgrad
-            )
+            dy_codes, dy_scale = codes.column_wise
+            _count(plan, "wgrad", dy_codes, x_codes_t)
+            dw = scaled_mm(dy_codes, x_codes_t, dy_scale, x_scale_t, None, ctx.weight_dtype, plan.accumulate.wgrad)
             dw = _unpadded(dw, num_out, num_in)
         elif needs_dw:
             _count(plan, "wgrad", None, None)
@@ -135,12 +137,8 @@ def _fprop(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """[M', K'] @ [K', N'] -> [..., N]"""
-    codes, scale = x_operand.codes, x_operand.scale
-    w_codes, w_scale = w_operand.codes, w_operand.scale
-    assert codes is not None, "the row-wise layout was asked for"
-    assert scale is not None, "codes come with a scale"
-    assert w_codes is not None, "the row-wise layout was asked for"
-    assert w_scale is not None, "codes come with a scale"
+    codes, scale = x_operand.row_wise
+    w_codes, w_scale = w_operand.row_wise
     _count(plan, "fprop", codes, w_codes)
     if bias is not None and padded(num_out) != num_out:
         bias = torch.nn.functional.pad(bias, (0, padded(num_out) - num_out))
@@ -148,7 +146,8 @@ def _fprop(
     lead = x.shape[:-1]
     # A view made inside an autograd Function could not be changed in place by the user; this one is not known as a
     # view.
-    return torch.ops.aten._unsafe_view.default(_unpadded(y, lead.numel(), num_out), (*lead, num_out))
+    shaped: Tensor = torch.ops.aten._unsafe_view.default(_unpadded(y, lead.numel(), num_out), (*lead, num_out))
+    return shaped
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -168,9 +167,9 @@ def _high(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _count(plan: LinearPlan, gemm: str, a: Tensor | None, b: Tensor | None) -> None:
-    if plan.count is None:
+    if plan.counter is None:
         return
     if a is None or b is None:
-        plan.count.add(plan.name, gemm, "high precision")
+        plan.counter.add(plan.name, gemm, "high precision")
     else:
-        plan.count.add(plan.name, gemm, "fp8" if runs_natively(a, b) else "fp8 emulated")
+        plan.counter.add(plan.name, gemm, "fp8" if runs_natively(a, b) else "fp8 emulated")

@@ -3,12 +3,13 @@
 from octavo.kernels.amax import amax
 from octavo.kernels.cast_transpose import CastOutput, cast_transpose
 from octavo.kernels.delayed_update import delayed_update
-from octavo.kernels.layout import ALIGNMENT, pad_matrix, pad_row_scale, padded
+from octavo.kernels.layout import ALIGNMENT, SCALE_ALIGNMENT, pad_matrix, pad_row_scale, padded
 from octavo.kernels.scale_from_amax import scale_from_amax
 from octavo.kernels.scaled_mm import Accumulation, runs_natively, scaled_mm
 
 __all__ = [
     "ALIGNMENT",
+    "SCALE_ALIGNMENT",
     "Accumulation",
     "CastOutput",
     "amax",

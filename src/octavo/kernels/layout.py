@@ -12,6 +12,9 @@ from torch import Tensor
 # torch._scaled_mm (cuBLASLt) refuses extents that are no multiple of this.
 ALIGNMENT = 16
 
+# Bytes. cuBLASLt refuses the scale of an operand that is not aligned to it (seen on torch 2.11 with CUDA 13.0).
+SCALE_ALIGNMENT = 16
+
 
 def padded(extent: int) -> int:
     """`extent` rounded up to the alignment."""

@@ -10,12 +10,14 @@ the layer has a recipe of its own; else the layer is an `nn.Linear` in every bit
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from octavo.functional import linear, quantize_weight
+from octavo.kernels import amax
 from octavo.recipes import Recipe, check_recipe
 from octavo.runtime import (
     Call,
@@ -25,6 +27,7 @@ from octavo.runtime import (
     init_mode,
     layer_call,
     plan_linear,
+    registered_states,
 )
 from octavo.tensor import Operand, QuantizedTensor, QuantizeSpec, quantize
 
@@ -48,9 +51,9 @@ class FP8LinearMixin(nn.Module):
     layer_name: str | None
     delayed_state: LayerState
     observer: Observer | None
-    weight: Tensor
-    bias: Tensor | None
-    _weight_cache: tuple[int, int, QuantizeSpec, Operand] | None
+    weight: Any  # a Parameter; a QuantizedTensor if it exists in FP8 alone
+    bias: Any  # a Parameter or None
+    _weight_cache: tuple[weakref.ref[Tensor], int, QuantizeSpec, Operand] | None
 
     def become_fp8(self, recipe: Recipe | None, name: str | None = None) -> None:
         """Give a linear layer what this class needs; parameters stay as they are."""
@@ -91,40 +94,39 @@ class FP8LinearMixin(nn.Module):
         return linear(x, weight, self.bias, plan, _out_dtype(x), operand)
 
     def _high_precision(self, x: Tensor, weight: Tensor, call: Call) -> Tensor:
-        if call.gather and not torch.is_grad_enabled():
-            self._calibrate(x, weight)
         if isinstance(weight, QuantizedTensor):
             weight = weight.dequantize()
+        if call.gather:
+            self.delayed_state.input.gather(amax(x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])))
+            self.delayed_state.weight.gather(amax(weight.detach()))
         return nn.functional.linear(x, weight, self.bias)
-
-    def _calibrate(self, x: Tensor, weight: Tensor) -> None:
-        from octavo.kernels import amax
-
-        self.delayed_state.input.gather(amax(x.detach().reshape(-1, x.shape[-1])))
-        self.delayed_state.weight.gather(amax(weight.detach()))
 
     def _cached(self, weight: Tensor, plan: LinearPlan, mode: CachedWeight) -> Operand | None:
         """Codes of the weight in both layouts; made anew unless a cache of the very same values and spec exists."""
         if torch.compiler.is_compiling():
             # Whether the weight has changed since cannot be traced: compiled code quantizes each call.
             return None
-        key = (id(self.weight), self.weight._version, plan.weight_spec)
-        cache = self._weight_cache
-        if mode == "reuse" and cache is not None and cache[:3] == key:
-            return cache[3]
+        cache, version = self._weight_cache, _version(self.weight)
+        if mode == "reuse" and cache is not None:
+            cached, *what, operand = cache
+            if cached() is self.weight and what == [version, plan.weight_spec]:
+                return operand
         with torch.no_grad():
             operand = quantize_weight(weight, plan, True, True)
-        self._weight_cache = (*key, operand)
+        self._weight_cache = (weakref.ref(self.weight), version, plan.weight_spec, operand)
         return operand
 
     def _notice_forgotten_update(self) -> None:
         """Warn once if the optimizer has stepped and no update has followed."""
-        state, version = self.delayed_state, self.weight._version
-        if version == state.weight_version or not torch.is_grad_enabled():
+        state = self.delayed_state
+        if not torch.is_grad_enabled() or _version(self.weight) == state.weight_version:
             return
-        state.weight_version = version
+        state.weight_version = _version(self.weight)
         state.stale_steps += 1
         if state.stale_steps == _STALE_STEPS + 1:
+            # The other layers have nothing to add.
+            for other in registered_states():
+                other.stale_steps = max(other.stale_steps, state.stale_steps)
             warnings.warn(
                 f"{self.layer_name or type(self).__name__}: the weights changed {_STALE_STEPS} times and the scales of"
                 " delayed scaling did not follow: call octavo.update_scales(model) once a step, or run the forward"
@@ -144,9 +146,10 @@ class FP8LinearMixin(nn.Module):
             destination.update(self.delayed_state.saved(prefix))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        if not self.delayed_state.load(state_dict, prefix) and f"{prefix}weight" in state_dict:
-            self.delayed_state.measure_next()
+        self.delayed_state.load(state_dict, prefix, f"{prefix}weight" in state_dict)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        # With assign=True the weight may have come from another device.
+        self.delayed_state.apply(lambda tensor: tensor.to(self.weight.device))
         self._weight_cache = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -196,17 +199,38 @@ def quantize_parameter(module: FP8LinearMixin) -> None:
     if spec is None:
         return
     high = module.weight.detach()
-    codes = quantize(high, spec.format, spec.granularity, power_of_two=spec.power_of_two)
+    codes = quantize(
+        high,
+        spec.format,
+        spec.granularity,
+        scale=spec.static_scale,
+        power_of_two=spec.power_of_two,
+        epsilon=spec.epsilon,
+    )
     parameter = nn.Parameter(codes)
     if mode.keep_high_precision:
-        _keep_initial_value(parameter, high.cpu())
+        held = _InitialValue(high.to("cpu", copy=True))
+        parameter.get_high_precision_init_val = held.get  # type: ignore[attr-defined]
+        parameter.clear_high_precision_init_val = held.clear  # type: ignore[attr-defined]
     module.weight = parameter
 
 
-def _keep_initial_value(parameter: nn.Parameter, value: Tensor) -> None:
-    held: list[Tensor | None] = [value]
-    parameter.get_high_precision_init_val = lambda: held[0]  # type: ignore[attr-defined]
-    parameter.clear_high_precision_init_val = held.clear  # type: ignore[attr-defined]
+class _InitialValue:
+    """Holds what a weight was before it was quantized, until it is cleared."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value: Tensor | None = value
+
+    def get(self) -> Tensor | None:
+        return self.value
+
+    def clear(self) -> None:
+        self.value = None
+
+
+def _version(weight: Tensor) -> int:
+    """How often a weight was changed in place; tensors of inference_mode do not count."""
+    return -1 if weight.is_inference() else weight._version
 
 
 def _out_dtype(x: Tensor) -> torch.dtype:

@@ -25,8 +25,8 @@ class CurrentScaling(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_format(self.format)
-        if not 0 <= self.amax_epsilon < float("inf"):
-            raise ValueError(f"amax_epsilon is {self.amax_epsilon}: expected 0 or a positive finite number")
+        if type(self.amax_epsilon) not in (int, float) or not 0 <= self.amax_epsilon < float("inf"):
+            raise ValueError(f"amax_epsilon is {self.amax_epsilon!r}: expected 0 or a positive finite number")
         self.complete()
 
     def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:

@@ -17,6 +17,9 @@ from octavo.recipes.recipe import (
 from octavo.scaling import AmaxComputeAlgo
 from octavo.tensor import QuantizeSpec
 
+# Beyond this a scale of ordinary data would leave float32's range.
+_LARGEST_MARGIN = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedScaling(Recipe):
@@ -42,10 +45,13 @@ class DelayedScaling(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_format(self.format)
-        if not (isinstance(self.amax_history_len, int) and self.amax_history_len >= 1):
+        if type(self.amax_history_len) is not int or self.amax_history_len < 1:
             raise ValueError(f"amax_history_len is {self.amax_history_len!r}: expected an integer of 1 or more")
-        if not isinstance(self.margin, int):
-            raise ValueError(f"margin is {self.margin!r}: expected an integer, headroom is 2^margin")
+        if type(self.margin) is not int or abs(self.margin) > _LARGEST_MARGIN:
+            raise ValueError(
+                f"margin is {self.margin!r}: expected an integer from {-_LARGEST_MARGIN} to {_LARGEST_MARGIN},"
+                " headroom is 2^margin"
+            )
         if not (self.amax_compute_algo in ("max", "most_recent") or callable(self.amax_compute_algo)):
             raise ValueError(
                 f"amax_compute_algo is {self.amax_compute_algo!r}: expected 'max', 'most_recent' or a function"

@@ -93,6 +93,9 @@ class Recipe(ABC):
     def __post_init__(self) -> None:
         if self.backward not in ("fp8", "high_precision"):
             raise ValueError(f"backward is {self.backward!r}: expected 'fp8' or 'high_precision'")
+        for one in fields(self):
+            if isinstance(one.default, bool) and not isinstance(getattr(self, one.name), bool):
+                raise ValueError(f"{one.name} is {getattr(self, one.name)!r}: expected True or False")
         if not isinstance(self.accumulate, Accumulate):
             raise ValueError(f"accumulate is {self.accumulate!r}: expected an octavo.recipes.Accumulate")
         pairs = self.overrides.items() if isinstance(self.overrides, Mapping) else self.overrides
@@ -126,8 +129,13 @@ class Recipe(ABC):
 
     def for_layer(self, name: str | None) -> Recipe | None:
         """The recipe of the layer called `name`: this one, or that of the first override that matches."""
+        if self.overrides and name is None:
+            raise ValueError(
+                "the recipe has overrides by name, and this layer has none: octavo.convert(model) names the layers of a"
+                " model, or set layer.layer_name"
+            )
         for pattern, recipe in self.overrides:
-            if name is not None and re.search(pattern, name):
+            if re.search(pattern, str(name)):
                 chosen: Recipe | None = recipe
                 return chosen
         return self

@@ -27,6 +27,8 @@ class RowwiseScaling(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_format(self.format)
+        if self.high_precision_wgrad and self.backward == "high_precision":
+            raise ValueError("backward='high_precision' holds for wgrad too: leave high_precision_wgrad out")
         self.complete()
 
     def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:

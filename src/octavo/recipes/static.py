@@ -27,6 +27,8 @@ class StaticScaling(Recipe):
         check_format(self.format)
         if self.input_scale is self.weight_scale is self.grad_output_scale is None:
             raise ValueError("StaticScaling without any scale: give input_scale or another, or use CurrentScaling")
+        if self.grad_output_scale is not None and self.backward == "high_precision":
+            raise ValueError("grad_output_scale has no use with backward='high_precision': leave one of them out")
         self.complete()
 
     def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:

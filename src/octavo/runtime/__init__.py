@@ -4,7 +4,7 @@ from octavo.runtime.autocast import autocast
 from octavo.runtime.checkpointing import Call, checkpoint, layer_call
 from octavo.runtime.counting import GemmCount, count_gemms
 from octavo.runtime.initialisation import InitMode, init_mode, quantized_init
-from octavo.runtime.layer_state import LayerState, states_of
+from octavo.runtime.layer_state import LayerState, registered_states, states_of
 from octavo.runtime.plan import LinearPlan, Observer, plan_linear
 from octavo.runtime.update import Agreement, set_agreement, update_scales
 
@@ -23,6 +23,7 @@ __all__ = [
     "layer_call",
     "plan_linear",
     "quantized_init",
+    "registered_states",
     "set_agreement",
     "states_of",
     "update_scales",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +38,19 @@ class Frame:
 
 
 class _Stack(threading.local):
-    """The current context of each thread: the other global of Octavo. (Dynamo cannot trace a ContextVar.)"""
+    """The current context of each thread: the other global of Octavo. (Dynamo cannot trace a ContextVar.)
+
+    Attributes:
+        top: the innermost context.
+        hidden_training: a reentrant checkpoint runs a first forward, without gradients though they are wanted.
+        owner: stands for the contexts of this thread, so that theirs end no step of another thread's.
+    """
 
     top: Frame | None = None
+    hidden_training: bool = False
+
+    def __init__(self) -> None:
+        self.owner = object()
 
 
 _STACK = _Stack()
@@ -59,7 +71,7 @@ class autocast:
         enabled: False runs the layers inside in high precision.
         recipe: None leaves converted layers their own recipe; others take `CurrentScaling()`.
         amax_group: process group over which amaxes agree; the default group if None.
-        calibrating: amaxes are gathered, also where FP8 is off or gradients are.
+        calibrating: amaxes of inputs and weights are gathered, also where FP8 is off or gradients are.
     """
 
     def __init__(
@@ -83,14 +95,29 @@ class autocast:
         frame = _STACK.top
         assert frame is not None, "a context is left after it was entered"
         _STACK.top = frame.outer
-        trains = torch.is_grad_enabled() or frame.calibrating
-        if kind is None and frame.ends_step and trains and not in_backward():
-            end_step(frame.group)
+        gathers = trains() or frame.calibrating
+        if kind is None and frame.ends_step and gathers and not in_backward():
+            end_step(_STACK.owner, frame.group)
 
 
-def current_frame() -> Frame | None:
-    """The innermost context of this thread."""
-    return _STACK.top
+def current_context() -> object | None:
+    """What stands for the contexts of this thread; None outside of all of them."""
+    return None if _STACK.top is None else _STACK.owner
+
+
+def trains() -> bool:
+    """True if a backward may follow what runs now."""
+    return torch.is_grad_enabled() or _STACK.hidden_training
+
+
+@contextmanager
+def hidden_training() -> Iterator[None]:
+    """Context: gradients are wanted although they are off."""
+    outer, _STACK.hidden_training = _STACK.hidden_training, True
+    try:
+        yield
+    finally:
+        _STACK.hidden_training = outer
 
 
 def recipe_in_force(own: Recipe | None, name: str | None) -> Recipe | None:
@@ -102,6 +129,15 @@ def recipe_in_force(own: Recipe | None, name: str | None) -> Recipe | None:
         recipe = None
     else:
         recipe = frame.recipe or own or DEFAULT_RECIPE
+    return None if recipe is None else recipe.for_layer(name)
+
+
+def calibrated_recipe(own: Recipe | None, name: str | None) -> Recipe | None:
+    """The recipe for which amaxes are gathered whether or not FP8 is on; None where nothing is calibrated."""
+    frame = _STACK.top
+    if frame is None or not frame.calibrating:
+        return None
+    recipe = frame.recipe or own
     return None if recipe is None else recipe.for_layer(name)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,14 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from octavo.recipes import Recipe
-from octavo.runtime.autocast import current_frame, in_backward, recipe_in_force
+from octavo.runtime.autocast import (
+    calibrated_recipe,
+    current_context,
+    hidden_training,
+    in_backward,
+    recipe_in_force,
+    trains,
+)
 from octavo.runtime.layer_state import LayerState
 
 Scales = tuple[Tensor, Tensor]  # multiplier, scale
@@ -41,12 +49,22 @@ class Call(NamedTuple):
 
 
 class _Tape:
-    def __init__(self) -> None:
+    """The calls of one checkpointed function, in order; `outer` is that of the checkpoint around it."""
+
+    def __init__(self, outer: _Tape | None) -> None:
+        self.outer = outer
         self.calls: list[Call] = []
         self.recorded = False
         self.position = 0
 
-    def next(self) -> Call:
+    def repeated(self) -> Call | None:
+        """The call that a recompute repeats now; None in a first forward."""
+        if not self.recorded:
+            # The first forward of a checkpoint inside one that is being recomputed repeats that one's calls.
+            call = None if self.outer is None else self.outer.repeated()
+            if call is not None:
+                self.calls.append(call)
+            return call
         if self.position >= len(self.calls):
             raise RuntimeError(
                 "a recompute runs more FP8 layers than its first forward did: the checkpointed function must do the"
@@ -54,6 +72,12 @@ class _Tape:
             )
         self.position += 1
         return self.calls[self.position - 1]
+
+    def record(self, call: Call) -> None:
+        """Note a call of a first forward, for the checkpoints around this one too."""
+        self.calls.append(call)
+        if self.outer is not None:
+            self.outer.record(call)
 
 
 class _Current(threading.local):
@@ -66,31 +90,38 @@ _CURRENT = _Current()
 def layer_call(state: LayerState, own: Recipe | None, name: str | None) -> Call:
     """What the forward that begins now runs with."""
     if torch.compiler.is_compiling():
-        return _fresh_call(state, own, name, torch.is_grad_enabled())
+        return _fresh_call(state, own, name)
     tape = _CURRENT.tape
-    if tape is not None and tape.recorded:
-        return tape.next()
-    if in_backward():
-        return _repeated_call(state)
-    call = _fresh_call(state, own, name, torch.is_grad_enabled() or tape is not None)
-    if tape is not None or torch.is_grad_enabled():
-        used = _fixed(state, call)
+    repeated = None if tape is None else tape.repeated()
+    if repeated is None and in_backward():
+        repeated = _repeated_call(state)
+        if repeated is not None and tape is not None:
+            tape.record(repeated)
+    if repeated is not None:
+        return repeated
+    call = _fresh_call(state, own, name)
+    used = _fixed(state, call)
+    if tape is not None:
+        tape.record(used)
+    if torch.is_grad_enabled():
         state.used = used
-        if tape is not None:
-            tape.calls.append(used)
+    else:
+        state.used_without_grad = used
     return call
 
 
-def _fresh_call(state: LayerState, own: Recipe | None, name: str | None, trains: bool) -> Call:
+def _fresh_call(state: LayerState, own: Recipe | None, name: str | None) -> Call:
     recipe = recipe_in_force(own, name)
-    frame = current_frame()
-    gather = trains or (frame is not None and frame.calibrating)
-    if recipe is None or recipe.delayed is None:
-        return Call(recipe, gather)
-    if state.recipe is not recipe:
-        state.adopt_recipe(recipe)
+    calibrated = calibrated_recipe(own, name)
+    gathered_for = recipe or calibrated
+    if gathered_for is None or gathered_for.delayed is None:
+        return Call(recipe, False)
+    if state.recipe is not gathered_for:
+        state.adopt_recipe(gathered_for)
+    gather = calibrated is not None or trains()
     if gather:
         state.ran, state.compiled = True, torch.compiler.is_compiling()
+        state.context = current_context() or state.context
     flags = state.input.from_data, state.weight.from_data, state.grad_output.from_data
     return Call(recipe, gather, from_data=flags)
 
@@ -106,20 +137,19 @@ def _fixed(state: LayerState, call: Call) -> Call:
     )
 
 
-def _repeated_call(state: LayerState) -> Call:
-    if state.used is None:
+def _repeated_call(state: LayerState) -> Call | None:
+    """The call that a recompute by torch's own checkpoint repeats; None if this is no recompute."""
+    if not torch.is_grad_enabled():
+        used: Call | None = state.used_without_grad
+        return used
+    # A non-reentrant recompute runs under saved-tensor hooks; a reentrant one has none, and had no gradients at first.
+    reentrant = torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    used = state.used_without_grad if reentrant else state.used
+    if used is None or (reentrant and used.recipe is not None and used.recipe.delayed is not None):
         raise RuntimeError(
-            "an FP8 layer runs inside a backward without having run forward with gradients before: a reentrant"
-            " torch.utils.checkpoint hides its first forward. Use octavo.checkpoint, or use_reentrant=False"
-        )
-    # A reentrant recompute, unlike a non-reentrant one, runs without saved-tensor hooks.
-    used: Call = state.used
-    is_delayed = used.recipe is not None and used.recipe.delayed is not None
-    reentrant = torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    if is_delayed and reentrant:
-        raise RuntimeError(
-            "a reentrant torch.utils.checkpoint runs its first forward without gradients, so that delayed scaling"
-            " would never see an amax. Use octavo.checkpoint, or use_reentrant=False"
+            "an FP8 layer runs inside a backward, and its first forward is not known: a reentrant torch.utils.checkpoint"
+            " runs it without gradients, so that delayed scaling would never see an amax. Use octavo.checkpoint, or"
+            " use_reentrant=False"
         )
     return used
 
@@ -135,13 +165,17 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     if torch.compiler.is_compiling():
         # The compiler recomputes inside its own graph, where the scales are inputs that no update writes to.
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
-    tape = _Tape()
+    if not trains():
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+    tape = _Tape(_CURRENT.tape)
 
     def run(*inner: Any, **inner_kwargs: Any) -> Any:
         outer, _CURRENT.tape = _CURRENT.tape, tape
         tape.position = 0
+        hides = use_reentrant and not tape.recorded
         try:
-            return function(*inner, **inner_kwargs)
+            with hidden_training() if hides else nullcontext():
+                return function(*inner, **inner_kwargs)
         finally:
             tape.recorded = True
             _CURRENT.tape = outer

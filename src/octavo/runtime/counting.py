@@ -64,13 +64,16 @@ class count_gemms:
     Eager code only: compiled code runs no Python to count with.
     """
 
+    def __init__(self) -> None:
+        self._outer: list[GemmCount | None] = []
+
     def __enter__(self) -> GemmCount:
-        self._outer = _CURRENT.count
+        self._outer.append(_CURRENT.count)
         _CURRENT.count = GemmCount()
         return _CURRENT.count
 
     def __exit__(self, *error: Any) -> None:
-        _CURRENT.count = self._outer
+        _CURRENT.count = self._outer.pop()
 
 
 def current_count() -> GemmCount | None:

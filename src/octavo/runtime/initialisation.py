@@ -37,14 +37,15 @@ class quantized_init:
     def __init__(self, enabled: bool = True, recipe: Recipe | None = None, keep_high_precision: bool = False) -> None:
         check_recipe(recipe)
         self.mode = InitMode(recipe or CurrentScaling(), keep_high_precision) if enabled else None
+        self._outer: list[InitMode | None] = []
 
     def __enter__(self) -> quantized_init:
-        self._outer = _CURRENT.mode
+        self._outer.append(_CURRENT.mode)
         _CURRENT.mode = self.mode
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _CURRENT.mode = self._outer
+        _CURRENT.mode = self._outer.pop()
 
 
 def init_mode() -> InitMode | None:

@@ -6,6 +6,7 @@ being appended to while they run, which the compiler could not trace.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from octavo.tensor import OperandState
 
 # One of the two globals of Octavo; a list, since its order must be the same on all ranks.
 _REGISTRY: list[weakref.ref[LayerState]] = []
+_REGISTERING = threading.Lock()
 
 
 class LayerState:
@@ -28,8 +30,10 @@ class LayerState:
         input, weight, grad_output: the operands'.
         recipe: the delayed recipe that the layer last ran with; None before that.
         ran: a forward has gathered since the last update.
+        context: whose `octavo.autocast` that forward ran in and ends the step; None if in nobody's.
         compiled: that forward was compiled.
-        used: the recipe and scales of the last forward that a backward may recompute.
+        used: the recipe and scales of the last forward with gradients, which a backward may recompute.
+        used_without_grad: those of the last forward without.
         stale_steps: optimizer steps seen since the last update, to notice a forgotten one.
     """
 
@@ -39,8 +43,10 @@ class LayerState:
         self.grad_output = OperandState(device, late_bound=True)
         self.recipe: Recipe | None = None
         self.ran = False
+        self.context: object | None = None
         self.compiled = False
         self.used: Any = None
+        self.used_without_grad: Any = None
         self.weight_version = -1
         self.stale_steps = 0
         _register(self)
@@ -56,18 +62,23 @@ class LayerState:
         return None if self.recipe is None else self.recipe.delayed
 
     def adopt_recipe(self, recipe: Recipe) -> None:
-        """Run with `recipe` from now on; a recipe that measures the first batch does so if nothing is known yet."""
-        update = recipe.delayed
-        if self.recipe is None and update is not None and update.initialise_from_first_batch:
-            for operand in self.operands:
+        """Run with `recipe` from now on; a recipe that measures the first batch does so if nothing is known yet.
+
+        In another format the scales go on providing for the same amaxes.
+        """
+        update, before = recipe.delayed, self.recipe
+        old = recipe.linear if before is None else before.linear
+        for operand, spec, new in zip(self.operands, old[:3], recipe.linear[:3], strict=True):
+            if operand.is_known and spec.format.max != new.format.max:
+                operand.rescale(spec.format.max / new.format.max)
+            elif before is None and update is not None and update.initialise_from_first_batch:
                 operand.from_data = operand.from_data or not operand.is_known
         self.recipe = recipe
 
     def measure_next(self) -> None:
         """Forget all scales: they come from the present weights and the next batch."""
         for operand in self.operands:
-            operand.reset(operand.gathered.device)
-            operand.from_data = True
+            operand.measure_next()
 
     def saved(self, prefix: str) -> dict[str, Tensor]:
         """The entries of a state dict, `<prefix><operand>_scale` and `<prefix><operand>_amax_history`."""
@@ -77,16 +88,22 @@ class LayerState:
                 entries[f"{prefix}{name}_{key}"] = value
         return entries
 
-    def load(self, state_dict: dict[str, Any], prefix: str) -> bool:
-        """Take the entries that `saved` made out of `state_dict`; False if there were none."""
-        found = False
+    def load(self, state_dict: dict[str, Any], prefix: str, new_weight: bool) -> None:
+        """Take the entries that `saved` made out of `state_dict`; both of an operand are optional.
+
+        A scale alone begins a history; a history alone waits for a scale from the data. An operand without entries is
+        measured anew if the weight is new.
+        """
         for name, operand in zip(OPERANDS, self.operands, strict=True):
             scale = state_dict.pop(f"{prefix}{name}_scale", None)
             history = state_dict.pop(f"{prefix}{name}_amax_history", None)
-            if scale is not None and history is not None:
-                operand.load(scale, history)
-                found = True
-        return found
+            if scale is not None or history is not None:
+                operand.load(
+                    torch.tensor(float("nan")) if scale is None else scale,
+                    torch.zeros(1) if history is None else history,
+                )
+            elif new_weight:
+                operand.measure_next()
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Follow a module's `_apply`."""
@@ -94,7 +111,7 @@ class LayerState:
             operand.apply(function)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "used": None}
+        return {**self.__dict__, "used": None, "used_without_grad": None, "context": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -102,8 +119,9 @@ class LayerState:
 
 
 def _register(state: LayerState) -> None:
-    _REGISTRY[:] = [reference for reference in _REGISTRY if reference() is not None]
-    _REGISTRY.append(weakref.ref(state))
+    with _REGISTERING:
+        _REGISTRY[:] = [reference for reference in _REGISTRY if reference() is not None]
+        _REGISTRY.append(weakref.ref(state))
 
 
 def registered_states() -> list[LayerState]:

@@ -22,7 +22,7 @@ class LinearPlan(NamedTuple):
         accumulate: how each product sums.
         dgrad_fp8, wgrad_fp8: False runs that product in the dtype of the forward.
         weight_spec: what the weight's codes are, to tell whether a cached weight still fits.
-        name, count: for `count_gemms`.
+        name, counter: for `count_gemms`.
     """
 
     input: Quantizer
@@ -33,7 +33,7 @@ class LinearPlan(NamedTuple):
     wgrad_fp8: bool
     weight_spec: QuantizeSpec
     name: str
-    count: GemmCount | None
+    counter: GemmCount | None
 
 
 def plan_linear(call: Call, state: LayerState, name: str, observer: Observer | None = None) -> LinearPlan:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from octavo.kernels import delayed_update
+from octavo.kernels import SCALE_ALIGNMENT, delayed_update
 from octavo.recipes import DelayedUpdate
 from octavo.runtime.layer_state import LayerState, registered_states, states_of
 from octavo.tensor import OperandState
@@ -59,13 +59,18 @@ class _Kind(NamedTuple):
     update: DelayedUpdate
 
 
-def end_step(group: object | None = None) -> None:
-    """Update the states of all layers that ran since their last update.
+def end_step(context: object, group: object | None = None) -> None:
+    """Update the states of all layers that ran in `context` since their last update.
 
     With several ranks, of all layers that ever ran: the ranks must agree on which, and one may have skipped some.
     """
     everyone = _Collective.agreement.needed(group)
-    _update([state for state in registered_states() if state.ran or everyone], group)
+    states = [state for state in registered_states() if state.context is context or everyone]
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        # Scales that were calibrated here must still serve a training.
+        with torch.inference_mode(False):
+            return _update(states, group)
+    _update(states, group)
 
 
 @torch.no_grad()
@@ -100,8 +105,8 @@ def _update(states: list[LayerState], group: object | None) -> None:
         _update_kind(kind, operands, lasts.get(kind))
     for state in chosen:
         for operand in state.operands:
-            operand.close_step(state.compiled)
-        state.ran = False
+            operand.close_step(state.compiled, state.ran)
+        state.ran, state.context = False, None
         state.stale_steps = 0
 
 
@@ -127,6 +132,12 @@ def _update_kind(kind: _Kind, operands: list[OperandState], last: Tensor | None)
         kind.update.margin,
         kind.update.algorithm,
     )
-    rows = zip(operands, history.unbind(), scale.unbind(), multiplier.unbind(), strict=True)
+    rows = zip(operands, history.unbind(), _apart(scale), _apart(multiplier), strict=True)
     for operand, *fresh in rows:
         operand.adopt(*fresh)
+
+
+def _apart(values: Tensor) -> tuple[Tensor, ...]:
+    """A vector [n] as n scalars that lie 16 bytes apart, as cuBLASLt wants the scale of an operand."""
+    spread = torch.nn.functional.pad(values.unsqueeze(1), (0, SCALE_ALIGNMENT // values.element_size() - 1))
+    return spread[:, 0].unbind()

@@ -29,6 +29,7 @@ class OperandState:
         history: [L]; position 0 is unused here and stands for `gathered` in a state dict.
         late_bound: the operand is a gradient, see the module.
         from_data: the scale is not known yet: measure it from the data until the next update.
+        is_known: the scale comes from an update or from a state dict.
         closed_before: an update has been made.
         closed_version: `gathered._version` at the last update.
     """
@@ -43,44 +44,58 @@ class OperandState:
         self.late_bound = late_bound
         self.from_data = False
         self.closed_before = False
-        self.reset(device)
+        # Also for a model that is built under inference_mode: whether it trains later is not known.
+        with torch.inference_mode(False):
+            self.reset(device)
 
     def reset(self, device: torch.device | None = None) -> None:
         """Back to scale 1 and no history, on `device`."""
+        self.is_known = False
         self.scale = torch.ones((), dtype=torch.float32, device=device)
         self.multiplier = torch.ones((), dtype=torch.float32, device=device)
         self.gathered = torch.zeros((), dtype=torch.float32, device=device)
         self.history = torch.zeros(1, dtype=torch.float32, device=device)
         self.closed_version = self.gathered._version
 
+    def measure_next(self) -> None:
+        """Forget the scale: it comes from the next data."""
+        with torch.inference_mode(False):
+            self.reset(self.gathered.device)
+        self.from_data = True
+
     def gather(self, amax: Tensor) -> None:
         """Merge the amax of one cast into this step's, by max."""
         self.gathered.copy_(torch.maximum(self.gathered, amax))
 
-    @property
-    def is_known(self) -> bool:
-        """True once there is a history, from an update or from a state dict."""
-        return self.history.shape[0] > 1
-
     def adopt(self, history: Tensor, scale: Tensor, multiplier: Tensor) -> None:
         """Take over the result of an update."""
         self.history = history
+        self.is_known = True
+        self._set_scale(scale, multiplier)
+
+    def _set_scale(self, scale: Tensor, multiplier: Tensor) -> None:
         if self.late_bound:
             self.scale.data.copy_(scale)
             self.multiplier.data.copy_(multiplier)
         else:
             self.scale, self.multiplier = scale, multiplier
 
-    def close_step(self, in_graph: bool) -> None:
+    def rescale(self, factor: float) -> None:
+        """Provide for the same amax in a format whose largest value is 1/factor times that of the present one."""
+        scale = self.scale * factor
+        self._set_scale(scale, scale_from_multiplier(scale))
+
+    def close_step(self, in_graph: bool, ran: bool) -> None:
         """Begin to gather anew, after an update.
 
         Args:
             in_graph: the layer ran compiled. Compiled code may write `gathered` past its version counter, so whether it
                 did is not known: of a forward operand it did; of a gradient not before the second update, since the
                 first comes before the first backward.
+            ran: the layer ran at all since the last update.
         """
         if in_graph:
-            gathered = not self.late_bound or self.closed_before
+            gathered = ran and (not self.late_bound or self.closed_before)
         else:
             gathered = self.gathered._version != self.closed_version
         self.from_data = self.from_data and not gathered
@@ -94,29 +109,36 @@ class OperandState:
         self.history = resized_history(self.history, length)
 
     def saved(self) -> dict[str, Tensor]:
-        """The two tensors of a state dict: `scale` [] and `amax_history` [L], copies."""
+        """The two tensors of a state dict: `scale` [], NaN if not known yet, and `amax_history` [L], copies."""
         history = self.history.clone()
         history[0] = self.gathered
-        return {"scale": self.scale.detach().clone(), "amax_history": history}
+        scale = torch.full_like(self.scale, float("nan")) if self.from_data else self.scale.detach().clone()
+        return {"scale": scale, "amax_history": history}
 
     def load(self, scale: Tensor, history: Tensor) -> None:
         """Take over what `saved` gave, on the device at hand.
 
         Raises:
-            ValueError: the scale is not one positive finite number, or the history is no vector.
+            ValueError: the scale is not one number, positive and finite or NaN for one not known yet; or the history is
+                no vector.
         """
-        value = float(scale)
-        if scale.numel() != 1 or not 0 < value < float("inf"):
-            raise ValueError(f"a scale must be one positive finite number, found {value} of shape {tuple(scale.shape)}")
+        if scale.numel() != 1 or float(scale) <= 0 or float(scale) == float("inf"):
+            raise ValueError(
+                f"a scale must be one positive finite number, or NaN if not known yet; found {scale.tolist()}"
+            )
         if history.dim() != 1 or history.numel() == 0:
             raise ValueError(f"an amax history must be a vector of length 1 or more, found {tuple(history.shape)}")
         device = self.gathered.device
         self.reset(device)
-        self.scale.copy_(scale.reshape(()))
-        self.multiplier = scale_from_multiplier(self.scale)
+        self.from_data = bool(scale.isnan())
+        if not self.from_data:
+            self.is_known = True
+            self.scale.copy_(scale.reshape(()))
+            self.multiplier = scale_from_multiplier(self.scale)
         self.history = history.detach().to(device=device, dtype=torch.float32, copy=True)
-        self.gathered.copy_(self.history[0])
-        self.from_data = False
+        if float(history[0]) > 0:
+            self.gathered.copy_(self.history[0])
+            self.closed_before = True
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy's version counter starts anew: only whether it lies behind is worth keeping.
@@ -135,5 +157,8 @@ class OperandState:
         if old.type == "meta" or new.type == "meta":
             self.reset(new)
             return
-        for name in ("scale", "multiplier", "gathered", "history"):
-            setattr(self, name, getattr(self, name).to(new))
+        behind = self.closed_version != self.gathered._version
+        with torch.inference_mode(False):
+            for name in ("scale", "multiplier", "gathered", "history"):
+                setattr(self, name, getattr(self, name).to(new))
+        self.closed_version = -1 if behind else self.gathered._version

@@ -5,6 +5,7 @@ Each handler takes the operator, its arguments and its keywords. Whatever is not
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,15 +13,19 @@ import torch
 from torch import Tensor
 
 from octavo.scaling import BLOCK_1X128, MX, ROW, TENSOR
-from octavo.tensor.quantized_tensor import QuantizedTensor, values
+from octavo.tensor.quantized_tensor import STANDS_FOR, QuantizedTensor, values
 
 aten = torch.ops.aten
+# What optimizers call with foreach=True and fused=True; of a foreach operator only the form that works in place.
+_LISTS_IN_PLACE = re.compile(r"aten::(_foreach_\w+_|_fused_\w+_)$")
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def dispatch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `function` on arguments among which there are QuantizedTensors."""
     handler = _HANDLERS.get(function)
+    if handler is None and _LISTS_IN_PLACE.match(function._schema.name):
+        handler = _lists_in_place
     if handler is None:
         raise NotImplementedError(
             f"{function} is not defined for a QuantizedTensor: call .dequantize() first,"
@@ -44,20 +49,28 @@ def _clone(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _to_copy(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    q = args[0]
+    q, dtype = args[0], kwargs.get("dtype")
+    if dtype not in (None, *STANDS_FOR):
+        raise NotImplementedError(f"{function}: a QuantizedTensor cannot stand for {dtype}: call .dequantize() first")
     where = {k: v for k, v in kwargs.items() if k in ("device", "non_blocking") and v is not None}
     codes, scale = aten._to_copy(q.codes, **where), aten._to_copy(q.scale, **where)
-    return _wrap(q, codes, scale, kwargs.get("dtype"))
+    return _wrap(q, codes, scale, dtype)
 
 
 def _transpose(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     q = args[0]
     if q.dim() != 2:
         raise NotImplementedError(f"{function} of a QuantizedTensor needs a matrix, found shape {tuple(q.shape)}")
-    if function is aten.transpose.int and {d % 2 for d in args[1:3]} != {0, 1}:
-        return _wrap(q, q.codes, q.scale)
+    codes = function(q.codes, *args[1:])
+    turns = 1
+    if function is aten.transpose.int:
+        turns = args[1] - args[2]
+    elif function is aten.permute.default:
+        turns = args[1][0]
+    if turns % 2 == 0:
+        return _wrap(q, codes, q.scale)
     scale = q.scale.t() if q.scale.dim() else q.scale
-    return QuantizedTensor(q.codes.t(), scale, q.granularity.transposed, q.dtype)
+    return QuantizedTensor(codes, scale, q.granularity.transposed, q.dtype)
 
 
 def _view(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -96,17 +109,44 @@ def _plain_new(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return result
 
 
+def _empty_like(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of the same kind, to be filled from elsewhere: what `Module.to_empty` makes of an FP8 weight."""
+    q = args[0]
+    if kwargs.get("dtype") not in (None, q.dtype):
+        return _plain_like(function, args, kwargs)
+    where = {k: v for k, v in kwargs.items() if k == "device" and v is not None}
+    return _wrap(q, torch.empty_like(q.codes, **where), torch.empty_like(q.scale, **where))
+
+
 def _in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Decode, change, quantize again with fresh scales; the codes and the scale keep their storage."""
-    q = args[0]
-    high = values(q.codes, q.scale, q.granularity)
-    others = [x.detach().dequantize(torch.float32) if isinstance(x, QuantizedTensor) else x for x in args[1:]]
-    function(high, *others, **kwargs)
-    _store(q, high)
-    return q
+    target = args[0]
+    high = _decoded(target)
+    function(high, *(_decoded(x) for x in args[1:]), **kwargs)
+    _store(target, high)
+    return target
 
 
-def _store(q: QuantizedTensor, high: Tensor) -> None:
+def _lists_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The same for lists of tensors, of which the first is changed."""
+    decoded = [[_decoded(x, x.dtype) for x in arg] if _is_list_of_tensors(arg) else arg for arg in args]
+    function(*decoded, **kwargs)
+    for target, high in zip(args[0], decoded[0], strict=True):
+        _store(target, high)
+
+
+def _is_list_of_tensors(argument: Any) -> bool:
+    return isinstance(argument, list) and all(isinstance(x, Tensor) for x in argument)
+
+
+def _decoded(x: Any, dtype: torch.dtype = torch.float32) -> Any:
+    return values(x.codes, x.scale, x.granularity).to(dtype) if isinstance(x, QuantizedTensor) else x
+
+
+def _store(q: Tensor, high: Tensor) -> None:
+    """Values into a QuantizedTensor; a plain tensor holds them already."""
+    if not isinstance(q, QuantizedTensor):
+        return
     from octavo.tensor.quantize import quantize
 
     fresh = quantize(high, q.format, q.granularity)
@@ -134,15 +174,15 @@ _HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys((aten.detach.default, aten.alias.default), _same_view),
     aten.clone.default: _clone,
     aten._to_copy.default: _to_copy,
-    **dict.fromkeys((aten.t.default, aten.transpose.int), _transpose),
+    **dict.fromkeys((aten.t.default, aten.transpose.int, aten.permute.default), _transpose),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default), _view),
     aten.equal.default: _equal,
     aten.copy_.default: _copy,
+    aten.empty_like.default: _empty_like,
     **dict.fromkeys(
         (
             aten.zeros_like.default,
             aten.ones_like.default,
-            aten.empty_like.default,
             aten.full_like.default,
             aten.rand_like.default,
             aten.randn_like.default,

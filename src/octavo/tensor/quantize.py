@@ -25,6 +25,7 @@ from octavo.scaling import (
     mx_scale,
     scale_from_multiplier,
 )
+from octavo.scaling.granularity import MX_TRANSPOSED
 from octavo.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -59,6 +60,8 @@ def quantize(
     if not x.is_floating_point():
         raise ValueError(f"quantize needs a floating-point tensor, found {x.dtype}: convert it first, x.float()")
     blocks = granularity_named(granularity)
+    if blocks is MX_TRANSPOSED:
+        return quantize(x.t(), format, MX, scale=scale, scale_rounding=scale_rounding).t()  # type: ignore[return-value]
     matrix = as_matrix(x.detach()).float()
     shape = (matrix.shape[0], matrix.shape[1])
     if scale is not None:
@@ -98,7 +101,7 @@ def cast_to_representable(x: Tensor, scale: float = 1.0, format: Format = E4M3) 
         scale: as Transformer Engine's tutorials mean it, a multiplier: codes are cast(x * scale).
         format: the format; its values must be exact in x's dtype, which float32, bf16 and fp16 guarantee for scale 1.
     """
-    if not scale > 0:
-        raise ValueError(f"scale is {scale}: it must be positive")
+    if not 0 < scale < float("inf"):
+        raise ValueError(f"scale is {scale}: it must be positive and finite")
     codes = cast_float32(x.detach().float() * scale, format)
     return (codes.float() / scale).to(x.dtype)

@@ -18,6 +18,8 @@ from octavo.scaling import Granularity, as_matrix, expand_scale, granularity_nam
 
 # One list from which flattening, unflattening, pickling and comparison follow.
 TENSOR_FIELDS = ("codes", "scale")
+# What codes can stand for.
+STANDS_FOR = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # How many values a printed tensor shows.
 PREVIEW = 8
 
@@ -41,7 +43,7 @@ class QuantizedTensor(Tensor):
         cls, codes: Tensor, scale: Tensor, granularity: Granularity, dtype: torch.dtype, requires_grad: bool = False
     ) -> QuantizedTensor:
         """Wrap codes and scale; nothing is copied."""
-        self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        self = Tensor._make_wrapper_subclass(
             cls,
             codes.shape,
             strides=codes.stride(),
@@ -64,18 +66,20 @@ class QuantizedTensor(Tensor):
         """The format of the codes."""
         return format_of(self.codes.dtype)
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override, unused-ignore]
         """Values code * scale, computed in float32, rounded once to `dtype` (the tensor's own if None).
 
         Differentiable as the identity, so that an FP8 parameter can serve a high-precision layer.
         """
-        result: Tensor = _Dequantize.apply(self, dtype or self.dtype)  # type: ignore[no-untyped-call]
+        result: Tensor = _Dequantize.apply(self, dtype or self.dtype)
         return result
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        flat = self.detach().dequantize(torch.float32).reshape(-1)
-        numbers = [f"{value:.4g}" for value in flat[:PREVIEW].tolist()] + ["…"] * (flat.numel() > PREVIEW)
-        scale = f"{self.scale.item():.6g}" if self.scale.dim() == 0 else f"one of {list(self.scale.shape)}"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        numbers, scale = ["…"], f"one of {list(self.scale.shape)}"
+        if type(self.codes) is Tensor and self.device.type != "meta":  # else there are no values to show
+            flat = values(self.codes, self.scale, self.granularity).reshape(-1)
+            numbers = [f"{value:.4g}" for value in flat[:PREVIEW].tolist()] + ["…"] * (flat.numel() > PREVIEW)
+            scale = f"{self.scale.item():.6g}" if self.scale.dim() == 0 else scale
         return (
             f"QuantizedTensor([{', '.join(numbers)}], shape={list(self.shape)}, format={self.format},"
             f" granularity={self.granularity}, scale={scale}, dtype={self.dtype}, device='{self.device}')"
@@ -109,14 +113,14 @@ class QuantizedTensor(Tensor):
         is_parameter = bool(getattr(self, "_is_param", False))
         copy = QuantizedTensor(self.codes.clone(), self.scale.clone(), self.granularity, self.dtype, self.requires_grad)
         if is_parameter:
-            copy._is_param = True  # type: ignore[attr-defined]
+            copy._is_param = True
         memo[id(self)] = copy
         if self.grad is not None:
             copy.grad = self.grad.clone()
         return copy
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         from octavo.tensor.operations import dispatch
@@ -138,7 +142,7 @@ def rebuild(
     typed = codes.view(format_named(format).dtype)
     tensor = QuantizedTensor(typed, stored, granularity_named(granularity), dtype, requires_grad)
     if is_parameter:
-        tensor._is_param = True  # type: ignore[attr-defined]  # what isinstance(x, nn.Parameter) looks at
+        tensor._is_param = True  # what isinstance(x, nn.Parameter) looks at
     return tensor
 
 

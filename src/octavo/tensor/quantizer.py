@@ -29,6 +29,20 @@ class Operand(NamedTuple):
     scale_t: Tensor | None
 
     @property
+    def row_wise(self) -> tuple[Tensor, Tensor]:
+        """codes and scale, for an operand that was made with them."""
+        assert self.codes is not None, "the row-wise layout was not asked for"
+        assert self.scale is not None, "codes come with their scale"
+        return self.codes, self.scale
+
+    @property
+    def column_wise(self) -> tuple[Tensor, Tensor]:
+        """codes_t and scale_t, for an operand that was made with them."""
+        assert self.codes_t is not None, "the transposed layout was not asked for"
+        assert self.scale_t is not None, "codes come with their scale"
+        return self.codes_t, self.scale_t
+
+    @property
     def transposed(self) -> Operand:
         """The operand of the transposed matrix: the layouts change places."""
         return Operand(self.codes_t, self.scale_t, self.codes, self.scale)
@@ -62,12 +76,13 @@ class CurrentQuantizer:
             )
             return Operand(out.codes, scale if rowwise else None, out.codes_t, scale if columnwise else None)
         # One scale a row of each layout: a row of the transposed matrix is a column of x.
-        multiplier, scale = self._scale(x, ROW) if rowwise else (None, None)
-        multiplier_t, scale_t = self._scale(x, COLUMN) if columnwise else (None, None)
-        out = cast_transpose(x, spec.format, multiplier, multiplier_t, inf_to_nan=spec.inf_to_nan)
+        by_row = self._scale(x, ROW) if rowwise else (None, None)
+        by_column = self._scale(x, COLUMN) if columnwise else (None, None)
+        out = cast_transpose(x, spec.format, by_row[0], by_column[0], inf_to_nan=spec.inf_to_nan)
+        scale_t = by_column[1]
         return Operand(
             out.codes,
-            None if scale is None else pad_row_scale(scale),
+            None if by_row[1] is None else pad_row_scale(by_row[1]),
             out.codes_t,
             None if scale_t is None else pad_row_scale(scale_t.reshape(-1, 1)),
         )
@@ -129,7 +144,7 @@ class StaticQuantizer:
         value = self.spec.static_scale
         assert value is not None, "a static spec holds its scale"
         scale = torch.full((), value, dtype=torch.float32, device=x.device)
-        multiplier = scale.reciprocal()
+        multiplier = torch.full((), 1.0 / value, dtype=torch.float32, device=x.device)
         out = cast_transpose(
             x,
             self.spec.format,

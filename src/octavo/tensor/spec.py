@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from octavo.formats import Format
 from octavo.scaling import TENSOR, Granularity
 
@@ -51,3 +53,12 @@ class QuantizeSpec:
             )
         if self.static_scale is not None and not 0 < self.static_scale < float("inf"):
             raise ValueError(f"static_scale is {self.static_scale}: a scale is positive and finite")
+        if self.static_scale is not None:
+            # In float32, as it is used; with it, 1 / scale in float64 rounds to float32's quotient.
+            single = torch.tensor(self.static_scale, dtype=torch.float32).item()
+            if not 2.0**-126 <= single <= 2.0**126:
+                raise ValueError(
+                    f"static_scale is {self.static_scale}: a float32 scale and its reciprocal must be normal numbers,"
+                    " from 2^-126 to 2^126"
+                )
+            object.__setattr__(self, "static_scale", single)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from octavo.kernels import pad_matrix, pad_row_scale
 from octavo.scaling import ROW, TENSOR
-from octavo.tensor.quantized_tensor import QuantizedTensor
+from octavo.tensor.quantized_tensor import QuantizedTensor, values
 from octavo.tensor.quantizer import Operand, Quantizer
 
 
@@ -27,7 +27,7 @@ def operand_of(q: QuantizedTensor, quantizer: Quantizer, rowwise: bool, columnwi
         codes, scale = _pad(q.codes), pad_row_scale(q.scale)
         rowwise = False
     if rowwise or columnwise:
-        fresh = quantizer(q.detach().dequantize(torch.float32), rowwise, columnwise)
+        fresh = quantizer(values(q.codes, q.scale, q.granularity), rowwise, columnwise)
         codes, scale = (fresh.codes, fresh.scale) if rowwise else (codes, scale)
         codes_t, scale_t = fresh.codes_t, fresh.scale_t
     return Operand(codes, scale, codes_t, scale_t)

@@ -28,7 +28,8 @@ def cast_transpose_reference(
     # 3. Scale, cast, fill up.  [M, K] -> [M', K']
     codes = codes_t = None
     if multiplier is not None:
-        codes = pad_matrix(cast_float32(x32 * multiplier, format).view(_BITS)).view(format.dtype)
+        # What need not be padded has the strides of x until here.
+        codes = pad_matrix(cast_float32(x32 * multiplier, format).view(_BITS)).contiguous().view(format.dtype)
     # 4. The other layout: the same codes, or, with scales of its own, codes of its own.  [M, K] -> [K', M']
     if multiplier_t is not None:
         if codes is not None and multiplier_t is multiplier:

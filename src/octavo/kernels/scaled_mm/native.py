@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2
-from octavo.kernels.layout import ALIGNMENT
+from octavo.kernels.layout import ALIGNMENT, SCALE_ALIGNMENT
 
 
 @functools.cache
@@ -41,6 +41,11 @@ def unsupported_reasons(a: Tensor, b: Tensor) -> list[str]:
     return reasons
 
 
+def _aligned(scale: Tensor) -> Tensor:
+    """The scale where cuBLASLt can read it: a view into other numbers may begin anywhere."""
+    return scale.clone() if scale.data_ptr() % SCALE_ALIGNMENT else scale
+
+
 def scaled_mm_native(
     a: Tensor,
     b: Tensor,
@@ -52,6 +57,7 @@ def scaled_mm_native(
 ) -> Tensor:
     """As `octavo.kernels.scaled_mm.scaled_mm`, for operands without `unsupported_reasons`."""
     fast = accumulate == "fast"
+    scale_a, scale_b = _aligned(scale_a), _aligned(scale_b)
     if scale_b.dim() == 0:
         # cuBLASLt takes a bias of the output's dtype, and none with a float32 output.
         inner = bias if bias is not None and out_dtype != torch.float32 and bias.dtype == out_dtype else None

@@ -1,0 +1,109 @@
+"""amax: against numpy, for every granularity and memory order; compiled; and the Triton twin on a GPU."""
+
+from __future__ import annotations
+
+import math
+
+import numpy
+import pytest
+import torch
+from tests.formats.edge_values import every_value, random_bits, special_float32
+from tests.kernels.matrices import SHAPES, memory_orders, with_specials
+from torch import Tensor
+
+from octavo.kernels import amax
+from octavo.kernels.amax import amax_reference, unsupported_reasons
+from octavo.scaling import BLOCK_1X128, COLUMN, ROW, TENSOR, Granularity
+
+GRANULARITIES = [TENSOR, ROW, COLUMN]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+def by_numpy(x: Tensor, granularity: Granularity) -> Tensor:
+    """numpy's maximum over the finite magnitudes."""
+    values = numpy.abs(x.float().numpy())
+    values[~numpy.isfinite(values)] = 0
+    axis = {TENSOR: None, ROW: 1, COLUMN: 0}[granularity]
+    return torch.from_numpy(numpy.asarray(values.max(axis=axis, keepdims=axis is not None, initial=0)))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=repr)
+def test_the_largest_finite_magnitude_is_numpys(
+    granularity: Granularity, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    x = with_specials(torch.randn(shape) * 100).to(dtype)
+    for _, view in memory_orders(x):
+        found = amax(view, granularity)
+        expected = by_numpy(x, granularity)
+        assert found.dtype == torch.float32
+        assert found.shape == expected.shape
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=repr)
+def test_each_value_of_bf16_and_fp16_counts_unless_it_is_not_finite(granularity: Granularity) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        x = every_value(dtype)
+        assert torch.equal(amax(x, granularity), by_numpy(x, granularity))
+        single = x.reshape(-1, 1)
+        assert torch.equal(amax(single, ROW), by_numpy(single, ROW))
+
+
+def test_literal_amaxes() -> None:
+    x = torch.tensor([[1.0, -3.0, math.nan], [-0.0, math.inf, 2.0]])
+    assert amax(x).item() == 3.0
+    assert amax(x, ROW).tolist() == [[3.0], [2.0]]
+    assert amax(x, COLUMN).tolist() == [[1.0, 3.0, 2.0]]
+    assert amax(torch.full((2, 2), math.nan)).item() == 0.0
+
+
+def test_a_float64_that_float32_cannot_hold_is_left_out() -> None:
+    x = torch.tensor([[1e300, 5.0]], dtype=torch.float64)
+    assert amax(x).item() == 5.0
+
+
+def test_what_is_no_matrix_or_no_granularity_of_the_kernel_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"floating-point matrix \[M, K\], found torch.float32 of shape \(2, 3, 4\)"):
+        amax(torch.ones(2, 3, 4))
+    with pytest.raises(ValueError, match=r"found torch.int64 of shape \(2, 3\)"):
+        amax(torch.ones(2, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"found granularity 1x128: use scaling.block_amax"):
+        amax(torch.ones(2, 3), BLOCK_1X128)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=repr)
+def test_compiled_into_one_graph_it_gives_the_same(granularity: Granularity) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: amax(x * 2, granularity), fullgraph=True, backend="aot_eager", dynamic=True)
+    for shape in ((5, 7), (3, 9), (0, 9), (8, 0)):
+        x = with_specials(torch.randn(shape))
+        assert torch.equal(compiled(x), amax(x * 2, granularity))
+
+
+def test_the_operator_describes_itself_rightly() -> None:
+    for granularity in GRANULARITIES:
+        for x in (torch.randn(5, 7), torch.randn(7, 5).t(), torch.randn(0, 5)):
+            torch.library.opcheck(torch.ops.octavo.amax.default, (x, granularity.name))
+
+
+def test_a_tensor_off_the_gpu_takes_the_reference_and_says_why() -> None:
+    assert unsupported_reasons(torch.ones(2, 2)) == ["the tensor is on cpu: Triton kernels need a CUDA device"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=repr)
+def test_triton_and_reference_agree_to_the_bit(granularity: Granularity, dtype: torch.dtype) -> None:
+    assert unsupported_reasons(torch.ones(1, 1, device="cuda")) == []
+    for shape in (*SHAPES, (257, 9000), (9000, 257)):
+        x = with_specials(torch.randn(shape, device="cuda") * 100).to(dtype)
+        for _, view in memory_orders(x):
+            assert torch.equal(amax(view, granularity), amax_reference(view, granularity))
+    for x in (
+        special_float32().reshape(3, 6),
+        random_bits((3163, 3163), torch.float32),
+        random_bits((64, 9), torch.bfloat16),
+    ):
+        assert torch.equal(amax(x.cuda(), granularity).cpu(), amax_reference(x, granularity))

@@ -33,7 +33,7 @@ def cast_transpose_reference(
     # 4. The other layout: the same codes, or, with scales of its own, codes of its own.  [M, K] -> [K', M']
     if multiplier_t is not None:
         if codes is not None and multiplier_t is multiplier:
-            codes_t = codes.t().contiguous()
+            codes_t = codes.t().clone(memory_format=torch.contiguous_format)
         else:
             transposed = cast_float32((x32 * multiplier_t).t().contiguous(), format)
             codes_t = pad_matrix(transposed.view(_BITS)).view(format.dtype)

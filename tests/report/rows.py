@@ -177,10 +177,10 @@ def layer_rows(rng: random.Random, num_layers: int) -> list[Row]:
 def finetune_rows(rng: random.Random, seeds: range, steps: int, native: bool) -> list[Row]:
     gaps = {"bf16": 0.0, "delayed": 0.09, "current": 0.05, "rowwise": 0.02}
     served = {
-        "bf16": "BF16",
-        "delayed": "FP8 tensor, static",
-        "current": "FP8 tensor, dynamic",
-        "rowwise": "FP8 row-wise",
+        "bf16": "bf16",
+        "delayed": "tensor_static",
+        "current": "tensor_dynamic",
+        "rowwise": "rowwise",
     }
     rows: list[Row] = []
     for seed in seeds:

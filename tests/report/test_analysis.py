@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from octavo.report.analysis import factor, finetune_results, ptq_results, recovered_share
+from octavo.report.analysis import (
+    NO_GAP_KNOWN,
+    NO_LOSS_KNOWN,
+    NOTHING_LOST,
+    WHY_NO_SHARE,
+    WITHIN_SPREAD,
+    factor,
+    finetune_results,
+    ptq_results,
+    recovered_share,
+)
 from octavo.report.methods import counterpart, method, without_training
 from octavo.report.record import Record
 from octavo.report.wording import Spread
@@ -95,11 +105,11 @@ def test_the_loss_before_is_that_of_the_way_it_is_served(served_as: str, before:
         (Spread(1.0, 0.1, 3), Spread(0.1, 0.1, 3), 0.9, ""),
         (Spread(1.0, None, 1), Spread(-0.5, None, 1), 1.5, ""),
         (Spread(1.0, None, 1), Spread(2.0, None, 1), -1.0, ""),
-        (Spread(0.049, None, 1), Spread(0.0, None, 1), None, "nothing to recover"),
-        (Spread(-0.3, None, 1), Spread(0.0, None, 1), None, "nothing to recover"),
-        (Spread(0.2, 0.2, 3), Spread(0.1, 0.1, 3), None, "within its spread"),
-        (None, Spread(0.1, None, 1), None, "no perplexity without training"),
-        (Spread(1.0, None, 1), None, None, "no 16-bit fine-tuning"),
+        (Spread(0.049, None, 1), Spread(0.0, None, 1), None, NOTHING_LOST),
+        (Spread(-0.3, None, 1), Spread(0.0, None, 1), None, NOTHING_LOST),
+        (Spread(0.2, 0.2, 3), Spread(0.1, 0.1, 3), None, WITHIN_SPREAD),
+        (None, Spread(0.1, None, 1), None, NO_LOSS_KNOWN),
+        (Spread(1.0, None, 1), None, None, NO_GAP_KNOWN),
     ],
 )
 def test_a_share_is_given_only_of_a_loss(
@@ -107,8 +117,15 @@ def test_a_share_is_given_only_of_a_loss(
 ) -> None:
     found, reason = recovered_share(before, after)
     assert found == (None if share is None else pytest.approx(share))
-    assert reason.startswith(why) if not why else why in reason
-    assert bool(reason) == (share is None)
+    assert reason == why
+    assert (reason in WHY_NO_SHARE) == (share is None)
+
+
+def test_the_way_it_is_served_has_the_name_for_people() -> None:
+    rows = [ptq("rowwise", 20.2, label="FP8 by rows"), tuned("rowwise", 10.0, served_as="rowwise")]
+    assert finetune_results(Record(rows))[0].served_as == "FP8 by rows"
+    rows = [tuned("delayed", 10.0, served_as="tensor_static")]
+    assert finetune_results(Record(rows))[0].served_as == "FP8 tensor, static"
 
 
 def test_16_bits_have_no_gap_to_themselves() -> None:

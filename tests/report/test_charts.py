@@ -103,6 +103,10 @@ def test_windows_end_where_their_last_step_is() -> None:
     assert window_means(points, 3) == [(3.0, 2.0), (6.0, 5.0), (7.0, 7.0)]
 
 
+def test_windows_start_with_the_first_step() -> None:
+    assert window_means([(0.0, 1.0), (1.0, 3.0), (2.0, 9.0)], 2) == [(1.0, 2.0), (2.0, 9.0)]
+
+
 def test_the_mean_over_seeds_uses_the_steps_that_all_have() -> None:
     assert mean_curve([[(1, 2.0), (2, 3.0)], [(2, 5.0), (3, 9.0)]]) == [(2, 4.0)]
 

@@ -81,6 +81,12 @@ def test_a_gain_is_no_cost() -> None:
     assert answers(rows)[0].startswith("FP8 row-wise changes perplexity by -0.50 % without training")
 
 
+def test_a_change_that_rounds_to_zero_is_called_small() -> None:
+    rows = study_of("native")
+    rows[1]["perplexity"] = 20.001
+    assert answers(rows)[0].startswith("FP8 row-wise changes perplexity by less than 0.01 % without training")
+
+
 def test_the_banner_names_what_was_emulated_and_only_that() -> None:
     banner = emulation_banner(Record([*study_of("native"), {"kind": "run", "device_name": "a GPU"}]))
     assert banner.startswith("Emulated on a GPU: INT8. ")

@@ -54,11 +54,20 @@ def test_a_claim_has_one_of_three_verdicts(held: bool | None, verdict: str) -> N
 
 def test_the_worst_layers_come_first() -> None:
     rows = [
-        {"kind": "layer_error", "method": "rowwise", "layer": name, "output_sqnr_db": value}
-        for name, value in (("a", 30.0), ("b", 12.25), ("c", 25.0), ("d", None))
+        {"kind": "layer_error", "method": method, "layer": name, "output_sqnr_db": value}
+        for method, name, value in (
+            ("rowwise", "a", 30.0),
+            ("rowwise", "b", 12.25),
+            ("mxfp8", "b", 13.0),
+            ("rowwise", "c", 26.0),
+            ("mxfp8", "c", 25.0),
+            ("rowwise", "d", None),
+            ("int4", "e", 1.0),
+        )
     ]
     table = tables.worst_layers_table(Record(rows), num_layers=2)
-    assert [(row[0].text, row[2].text) for row in table.rows] == [("b", "12.2"), ("c", "25.0")]
+    found = [[cell.text for cell in row[:3]] for row in table.rows]
+    assert found == [["b", "FP8 row-wise", "12.2"], ["c", "MXFP8", "25.0"]]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,15 @@ from octavo.report.wording import Spread
 SMALLEST_LOSS_TO_RECOVER = 0.05
 BOUND_PERCENT = 1.0
 
+NOTHING_LOST, WITHIN_SPREAD = "nothing lost", "within spread"
+NO_LOSS_KNOWN, NO_GAP_KNOWN = "loss unknown", "gap unknown"
+WHY_NO_SHARE = {
+    NOTHING_LOST: f"without training, perplexity rose by less than {SMALLEST_LOSS_TO_RECOVER} %",
+    WITHIN_SPREAD: "what was lost without training is within its own deviation over seeds",
+    NO_LOSS_KNOWN: "no perplexity without training, of the way in which it is served",
+    NO_GAP_KNOWN: "no fine-tuning in 16 bits with the same seed",
+}
+
 
 @dataclass(frozen=True)
 class PtqResult:
@@ -147,19 +156,24 @@ def _ptq_counterpart(results: list[PtqResult], key: str, served_as: str) -> PtqR
     return next((r for name in names for r in quantized if name and counterpart(r.method.key) == name), None)
 
 
+def _served(key: str, labels: dict[str, str]) -> str:
+    known = labels.get(key)
+    return known if known is not None else without_training(key).label if key else ""
+
+
 def recovered_share(before: Spread | None, after: Spread | None) -> tuple[float | None, str]:
-    """``1 - after / before`` from the means of two changes in per cent, or None and the reason.
+    """``1 - after / before`` from the means of two changes in per cent, or None and a key of WHY_NO_SHARE.
 
     There is no share where the loss is below ``SMALLEST_LOSS_TO_RECOVER`` or within its own spread over seeds.
     """
     if before is None:
-        return None, "no perplexity without training to compare with"
+        return None, NO_LOSS_KNOWN
     if after is None:
-        return None, "no 16-bit fine-tuning with the same seed"
+        return None, NO_GAP_KNOWN
     if before.mean < SMALLEST_LOSS_TO_RECOVER:
-        return None, f"nothing to recover (below {SMALLEST_LOSS_TO_RECOVER} %)"
+        return None, NOTHING_LOST
     if before.deviation is not None and before.mean <= before.deviation:
-        return None, "the loss is within its spread over seeds"
+        return None, WITHIN_SPREAD
     return 1 - after.mean / before.mean, ""
 
 
@@ -167,6 +181,7 @@ def finetune_results(record: Record) -> list[FinetuneResult]:
     """The methods of fine-tuning, 16 bits first."""
     baseline = _baseline_by_seed(record, "finetune")
     ptq = ptq_results(record)
+    labels = {result.method.key: result.method.label for result in ptq}
     results = []
     for key in record.methods("finetune"):
         rows = _rows_of(record, "finetune", key)
@@ -184,7 +199,7 @@ def finetune_results(record: Record) -> list[FinetuneResult]:
             FinetuneResult(
                 method=look,
                 execution=_joined(rows, "execution"),
-                served_as=_joined(rows, "served_as"),
+                served_as=_served(_joined(rows, "served_as"), labels),
                 steps=of("steps"),
                 perplexity=of("perplexity"),
                 perplexity_bf16_serving=of("perplexity_bf16_serving"),

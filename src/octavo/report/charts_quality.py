@@ -8,6 +8,7 @@ from octavo.report.record import Record
 from octavo.report.wording import Spread, decimals, percent, spread
 
 _ROW_HEIGHT = 38
+_LEAST_PERCENT = 0.2  # the axis reaches at least this far, so that noise does not look like an effect
 
 
 def bar(result_label: str, color: str, value: Spread, written: str, hatched: bool) -> Trace:
@@ -59,8 +60,8 @@ def ptq_chart(record: Record) -> Chart | None:
         [("change", "change against 16 bits"), ("perplexity", "perplexity")],
         ["change" if has_changes else "perplexity"],
         layouts={
-            "change": {"xaxis.title.text": change_title},
-            "perplexity": {"xaxis.title.text": "Perplexity"},
+            "change": {"xaxis.title.text": change_title, "meta": {"least": _LEAST_PERCENT}},
+            "perplexity": {"xaxis.title.text": "Perplexity", "meta": {"least": 0}},
         },
     )
     words = "; ".join(f"{r.method.label} {spread(r.change_percent, percent)}" for r in results if r.change_percent)

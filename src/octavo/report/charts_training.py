@@ -41,10 +41,10 @@ def curves(record: Record) -> CurveOf:
 
 
 def window_means(points: Curve, width: int) -> Curve:
-    """Means over windows ``((w - 1) * width, w * width]`` of steps, each placed at its window's last step."""
+    """Means over windows of ``width`` steps, from the first one on, each placed at its window's last step."""
     windows: dict[int, list[tuple[float, float]]] = {}
     for step, loss in points:
-        windows.setdefault(math.ceil(step / width), []).append((step, loss))
+        windows.setdefault(int((step - points[0][0]) // width), []).append((step, loss))
     return [
         (max(step for step, _ in inside), statistics.fmean(loss for _, loss in inside))
         for _, inside in sorted(windows.items())

@@ -3,6 +3,8 @@
 Traces and layouts are plain dictionaries in plotly's schema, so that rows become a page without NumPy or PyTorch.
 Colours are tokens (``@ink``, ``@blue``) that the page replaces by its light or dark palette. A trace with
 ``meta = {"show": {control: [choices]}}`` is drawn only while every control that it names is on one of those choices.
+A layout of bars with ``meta = {"least": value}`` has an axis that reaches at least
+so far.
 """
 
 from __future__ import annotations

@@ -21,6 +21,9 @@ WITHOUT = "without"  # tones of a sentence or tile: they choose a mark and a col
 GOOD, BAD, PLAIN = "good", "bad", "plain"
 
 
+_SMALLEST_CHANGE = 0.01  # per cent: smaller ones are zero in the digits that are shown
+
+
 @dataclass(frozen=True)
 class Sentence:
     """One sentence of the answer. ``tone`` is GOOD, BAD, PLAIN or WITHOUT (the record cannot say)."""
@@ -63,9 +66,13 @@ def _ptq_sentences(results: list[PtqResult]) -> list[Sentence]:
         before, after = decimals(baseline.perplexity.mean, 2), decimals(leader.perplexity.mean, 2)
         figures = f", from {before} to {after}"
     tone = GOOD if change.mean < 0 or within_bound(change.mean) else PLAIN
-    cost = "costs" if change.mean > 0 else "changes perplexity by"
-    what = " perplexity" if change.mean > 0 else ""
-    first = f"{leader.method.label} {cost} {spread(change, percent)}{what} without training{figures}"
+    if abs(change.mean) < _SMALLEST_CHANGE:
+        effect = f"changes perplexity by less than {percent(_SMALLEST_CHANGE, signed=False)}"
+    elif change.mean > 0:
+        effect = f"costs {spread(change, percent)} perplexity"
+    else:
+        effect = f"changes perplexity by {spread(change, percent)}"
+    first = f"{leader.method.label} {effect} without training{figures}"
     sentences = [Sentence(f"{first} ({_seeds(change)}).", tone)]
     others = [
         f"{result.method.label} {spread(result.change_percent, percent)}"

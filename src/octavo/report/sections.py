@@ -93,7 +93,7 @@ def _inside(record: Record) -> list[Section]:
             record,
             "scales",
             "amax and scale",
-            "Delayed scaling takes its scale from earlier steps, so it lags behind a spike; current scaling follows.",
+            "Delayed scaling takes its scale from earlier steps: it lags behind a spike and remembers it a while.",
             [charts_layers.scale_chart],
             [],
             "The record has no history of amax and scale.",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo.report.analysis import PtqResult, finetune_results, ptq_results, within_bound
+from octavo.report.analysis import WHY_NO_SHARE, PtqResult, finetune_results, ptq_results, within_bound
+from octavo.report.methods import method, without_training
 from octavo.report.record import Record, Row, number, text
 from octavo.report.wording import (
     ABSENT,
@@ -162,8 +163,10 @@ def finetune_table(record: Record) -> Table:
         Column("Execution", numeric=False),
     ]
     steps = [result.steps.mean for result in results if result.steps]
-    notes = [f"{rate(max(steps))} steps each, from the same start and in the same order of data"] if steps else []
+    notes = [f"{decimals(max(steps), 0)} steps each, from the same start on the same data"] if steps else []
     notes += _seeds_note([result.perplexity for result in results])
+    reasons = dict.fromkeys(result.recovered_why for result in results if result.recovered_why)
+    notes += [f"{why}: {WHY_NO_SHARE[why]}" for why in reasons]
     notes += _emulated_note([result.execution for result in results])
     return filled(Table("Figures by method, fine-tuned", columns, rows, notes))
 
@@ -187,38 +190,41 @@ def claims_table(record: Record) -> Table:
     return Table("Claims and measurements", [Column(title, numeric=False) for title in titles], rows)
 
 
+def _mean(rows: list[Row], key: str) -> float | None:
+    value = Spread.of(number(row, key) for row in rows)
+    return value.mean if value else None
+
+
 def worst_layers_table(record: Record, num_layers: int = 5) -> Table:
-    """The layers with the lowest SQNR of their output, over all methods (mean over seeds)."""
+    """The layers with the lowest SQNR of their output, each with the FP8 method that does worst (mean over seeds)."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in record.all("layer_error"):
-        found.setdefault((text(row, "method"), text(row, "layer")), []).append(row)
-    ranked = []
-    for (name, layer), rows in found.items():
-        output = Spread.of(number(row, "output_sqnr_db") for row in rows)
+        if method(text(row, "method")).family == "FP8":
+            found.setdefault((text(row, "layer"), text(row, "method")), []).append(row)
+    worst: dict[str, tuple[float, str]] = {}
+    for (layer, name), rows in found.items():
+        output = _mean(rows, "output_sqnr_db")
         if output is not None:
-            ranked.append((output.mean, name, layer, rows))
-    labels = {result.method.key: result.method for result in ptq_results(record)}
+            worst[layer] = min(worst.get(layer, (output, name)), (output, name))
+    looks = {result.method.key: result.method for result in ptq_results(record)}
     cells = []
-    for output_db, name, layer, rows in sorted(ranked, key=lambda entry: entry[0])[:num_layers]:
-        look = labels.get(name)
-        weight, given = (Spread.of(number(row, key) for row in rows) for key in ("weight_sqnr_db", "input_sqnr_db"))
-        amax = Spread.of(number(row, "input_amax") for row in rows)
+    for layer, (output, name) in sorted(worst.items(), key=lambda entry: entry[1])[:num_layers]:
+        look, rows = looks.get(name, without_training(name)), found[layer, name]
+        others = [_mean(rows, key) for key in ("weight_sqnr_db", "input_sqnr_db")]
         cells.append(
             [
                 Cell(layer),
-                Cell(look.label if look else name, color=look.color if look else ""),
-                Cell(decimals(output_db, 1)),
-                Cell(spread(weight and Spread(weight.mean, None, 1), lambda value: decimals(value, 1))),
-                Cell(spread(given and Spread(given.mean, None, 1), lambda value: decimals(value, 1))),
-                Cell(optional(amax.mean if amax else None, significant)),
+                Cell(look.label, color=look.color),
+                *(Cell(optional(value, lambda decibels: decimals(decibels, 1))) for value in (output, *others)),
+                Cell(optional(_mean(rows, "input_amax"), significant)),
             ]
         )
     columns = [
         Column("Layer", numeric=False),
-        Column("Method", numeric=False),
-        Column("Output", "dB"),
-        Column("Weight", "dB"),
-        Column("Input", "dB"),
+        Column("Worst in", numeric=False),
+        Column("Output", "SQNR, dB"),
+        Column("Weight", "SQNR, dB"),
+        Column("Input", "SQNR, dB"),
         Column("Input amax"),
     ]
-    return Table("Where the error is largest", columns, cells)
+    return Table("Where the error of FP8 is largest", columns, cells)

@@ -45,13 +45,15 @@
   }
 
   // Bars carry their figures beside them: the axis ends where the longest of these still fits, however narrow the page.
-  function roomForTexts(bars, width) {
+  // `least` keeps differences that are nothing from filling the page.
+  function roomForTexts(bars, width, least) {
     const values = bars.flatMap((bar) => bar.x);
-    const [low, high] = [Math.min(0, ...values), Math.max(0, ...values)];
+    const [low, high] = [Math.min(0, ...values), Math.max(least, ...values)];
     const letters = Math.max(...bars.flatMap((bar) => bar.text.map((words) => words.length)));
     const names = Math.max(...bars.flatMap((bar) => bar.y.flatMap((words) => words.split("<br>").map((line) => line.length))));
-    const share = Math.min(0.7, (6.8 * letters + 10) / Math.max(60, width - 6.8 * names - 40));
-    const room = ((high - low || 1) * share) / (1 - share);
+    const sides = low < 0 ? 2 : 1;
+    const share = Math.min(0.7 / sides, (6.8 * letters + 14) / Math.max(60, width - 6.8 * names - 40));
+    const room = ((high - low || 1) * share) / (1 - sides * share);
     return [low < 0 ? low - room : 0, high + room];
   }
 
@@ -78,7 +80,8 @@
     }
     if (width < 560 && drawn.some((trace) => trace.type === "heatmap")) layout.xaxis.tickangle = -90;
     const bars = drawn.filter((trace) => trace.type === "bar");
-    if (bars.length) layout.xaxis.range = roomForTexts(bars, width);
+    if (bars.length) layout.xaxis.range = roomForTexts(bars, width, (layout.meta && layout.meta.least) || 0);
+    if (root.classList.contains("printing")) layout.width = 680; // CSS pixels: A4 between its margins
     layout.uirevision = JSON.stringify(values);
     return Plotly.react("chart-" + name, data, layout, config);
   }

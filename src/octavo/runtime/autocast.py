@@ -46,10 +46,10 @@ class _Stack(threading.local):
         owner: stands for the contexts of this thread, so that theirs end no step of another thread's.
     """
 
-    top: Frame | None = None
-    hidden_training: bool = False
-
+    # Set by each thread, not as defaults of the class: Dynamo of torch 2.11 would read the class's.
     def __init__(self) -> None:
+        self.top: Frame | None = None
+        self.hidden_training = False
         self.owner = object()
 
 

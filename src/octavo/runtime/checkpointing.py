@@ -121,7 +121,9 @@ def _fresh_call(state: LayerState, own: Recipe | None, name: str | None) -> Call
     gather = calibrated is not None or trains()
     if gather:
         state.ran, state.compiled = True, torch.compiler.is_compiling()
-        state.context = current_context() or state.context
+        context = current_context()
+        if context is not None:
+            state.context = context
     flags = state.input.from_data, state.weight.from_data, state.grad_output.from_data
     return Call(recipe, gather, from_data=flags)
 
@@ -147,9 +149,9 @@ def _repeated_call(state: LayerState) -> Call | None:
     used = state.used_without_grad if reentrant else state.used
     if used is None or (reentrant and used.recipe is not None and used.recipe.delayed is not None):
         raise RuntimeError(
-            "an FP8 layer runs inside a backward, and its first forward is not known: a reentrant torch.utils.checkpoint"
-            " runs it without gradients, so that delayed scaling would never see an amax. Use octavo.checkpoint, or"
-            " use_reentrant=False"
+            "an FP8 layer runs inside a backward, and its first forward is not known: a reentrant"
+            " torch.utils.checkpoint runs it without gradients, so that delayed scaling would never see an amax. Use"
+            " octavo.checkpoint, or use_reentrant=False"
         )
     return used
 

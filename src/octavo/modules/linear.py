@@ -73,7 +73,8 @@ class FP8LinearMixin(nn.Module):
 
     def matrix(self) -> Tensor:
         """The weight as [out, in]."""
-        return self.weight
+        weight: Tensor = self.weight
+        return weight
 
     def run(self, x: Tensor, cached_weight: CachedWeight | None) -> Tensor:
         """The forward of every layout: decide, quantize, multiply."""
@@ -91,7 +92,7 @@ class FP8LinearMixin(nn.Module):
         if call.recipe.delayed is not None and not torch.compiler.is_compiling():
             self._notice_forgotten_update()
         operand = None if cached_weight is None else self._cached(weight, plan, cached_weight)
-        return linear(x, weight, self.bias, plan, _out_dtype(x), operand)
+        return linear(x, weight, self.added_bias(), plan, _out_dtype(x), operand)
 
     def _high_precision(self, x: Tensor, weight: Tensor, call: Call) -> Tensor:
         if isinstance(weight, QuantizedTensor):
@@ -99,7 +100,7 @@ class FP8LinearMixin(nn.Module):
         if call.gather:
             self.delayed_state.input.gather(amax(x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])))
             self.delayed_state.weight.gather(amax(weight.detach()))
-        return nn.functional.linear(x, weight, self.bias)
+        return nn.functional.linear(x, weight, self.added_bias())
 
     def _cached(self, weight: Tensor, plan: LinearPlan, mode: CachedWeight) -> Operand | None:
         """Codes of the weight in both layouts; made anew unless a cache of the very same values and spec exists."""

@@ -77,6 +77,9 @@ def check_accuracy(recipe: Recipe, dtype: torch.dtype) -> Result:
         apart = ((on_gpu - on_cpu.float()).norm() / on_cpu.float().norm()).item()
         eps = torch.finfo(dtype).eps
         bound = math.sqrt(11 * depth[name] / 32) * 2.0**-13 + 2 * eps / math.sqrt(3)
+        if name == "db":
+            # Sums of M float32 in two orders, each a tree of log2(M) roundings; then the output's.
+            bound += 2 * math.log2(m) * 2.0**-24
         result[f"{name}_sqnr_db"] = round(sqnr_db(true, on_gpu), 2)
         result[f"{name}_cpu_gpu"], result[f"{name}_bound"] = apart, bound
         ok &= result[f"{name}_sqnr_db"] >= limits[name] and apart <= bound
@@ -172,25 +175,18 @@ def time_linear(m: int, k: int, n: int) -> Result:
     dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
     measures, result = {}, {}
     names: dict[str, Recipe | None] = {"bf16": None} | {r: RECIPES[r] for r in ("delayed", "current", "rowwise")}
+    layers = []  # a captured graph does not keep them
     for name, recipe in names.items():
-        layer = octavo.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
+        layer = octavo.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16, recipe=recipe)
+        layers.append(layer)
 
-        def call(layer: octavo.Linear = layer, recipe: Recipe | None = recipe) -> None:
-            with octavo.autocast(enabled=recipe is not None, recipe=recipe):
-                y = layer(x)
-            torch.autograd.grad(y, [x, layer.weight], dy)
+        def call(layer: octavo.Linear = layer) -> None:
+            torch.autograd.grad(layer(x), [x, layer.weight], dy)
 
         for _ in range(3):
             call()
-
-        # Capture the layer alone: the end-of-step update gives state new names, which a replay cannot follow.
-        def captured(layer: octavo.Linear = layer, recipe: Recipe | None = recipe) -> None:
-            outer = octavo.autocast(enabled=True, recipe=recipe or CurrentScaling())
-            with outer, octavo.autocast(enabled=recipe is not None, recipe=recipe):
-                y = layer(x)
-                torch.autograd.grad(y, [x, layer.weight], dy)
-
-        measures[name] = graph_seconds(captured, repeats=3)
+        # The layer alone: the update at the end of a step is not part of either time.
+        measures[name] = graph_seconds(call, repeats=3)
         result[f"{name}_host_us"] = _host(call)
     samples: dict[str, list[float]] = {name: [] for name in measures}
     for _ in range(10):

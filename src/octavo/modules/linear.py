@@ -76,6 +76,10 @@ class FP8LinearMixin(nn.Module):
         weight: Tensor = self.weight
         return weight
 
+    def added_bias(self) -> Tensor | None:
+        """What the product adds, [out]; None too for a layer that hands its bias out instead."""
+        return self.bias
+
     def run(self, x: Tensor, cached_weight: CachedWeight | None) -> Tensor:
         """The forward of every layout: decide, quantize, multiply."""
         if cached_weight not in (None, "refresh", "reuse"):

@@ -143,6 +143,16 @@ def test_thinning_keeps_the_spike() -> None:
     assert thinned(points, 100) == points
 
 
+def test_a_single_step_is_drawn_as_a_point() -> None:
+    row = {"kind": "scale_history", "method": "delayed", "seed": 0, "layer": "a", "operand": "input"}
+    one = scale_chart(Record([{**row, "step": 1, "amax": 2.0, "scale": 0.5}]))
+    many = scale_chart(Record([{**row, "step": step, "amax": 2.0, "scale": 0.5} for step in range(3)]))
+    assert one is not None
+    assert many is not None
+    assert {trace["mode"] for trace in one.traces} == {"lines+markers"}
+    assert {trace["mode"] for trace in many.traces} == {"lines"}
+
+
 def test_layers_keep_what_tells_them_apart() -> None:
     assert short_names(["model.h.0.fc", "model.h.1.fc"]) == ["0.fc", "1.fc"]
     assert short_names(["model.fc"]) == ["fc"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from octavo.report.figure import Chart, Control, Layout, Trace, axis, label, layout, show, whole, wrapped
+from octavo.report.figure import Chart, Control, Layout, Trace, axis, label, layout, line_mode, show, whole, wrapped
 from octavo.report.methods import method, without_training
 from octavo.report.record import Record, Row, number, text
 from octavo.report.wording import Spread
@@ -134,7 +134,7 @@ def _scale_traces(points: list[tuple[float, ...]], name: str, layer: str, operan
         traces.append(
             {
                 "type": "scatter",
-                "mode": "lines",
+                "mode": line_mode(len(points)),
                 "x": [whole(point[0]) for point in points],
                 "y": [_log_value(point[panel]) for point in points],
                 "yaxis": place,

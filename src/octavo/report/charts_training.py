@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator
 
 from octavo.report.analysis import baseline_key
-from octavo.report.figure import Chart, Control, Trace, axis, label, layout, show, whole
+from octavo.report.figure import Chart, Control, Trace, axis, label, layout, line_mode, show, whole
 from octavo.report.methods import method
 from octavo.report.record import Record, number, text
 
@@ -98,7 +98,7 @@ def _trace(view: str, split: str, name: str, points: Curve, seeds: str, hover: s
     train = split == "train"
     return {
         "type": "scatter",
-        "mode": "lines" if train else "lines+markers",
+        "mode": line_mode(len(points)) if train else "lines+markers",
         "x": [whole(step) for step, _ in points],
         "y": [round(loss, _DIGITS) for _, loss in points],
         "name": label(look.label),

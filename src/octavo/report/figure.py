@@ -89,6 +89,11 @@ def whole(step: float) -> int | float:
     return int(step) if step == int(step) else step
 
 
+def line_mode(num_points: int) -> str:
+    """A line; with markers where there are so few points that a line may not be seen (one point draws none)."""
+    return "lines" if num_points > 2 else "lines+markers"
+
+
 def show(**choices: str | list[str]) -> dict[str, Any]:
     """The ``meta`` of a trace that is drawn only for these choices of the chart's controls."""
     return {"show": {name: [value] if isinstance(value, str) else value for name, value in choices.items()}}

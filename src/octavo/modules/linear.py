@@ -78,7 +78,8 @@ class FP8LinearMixin(nn.Module):
 
     def added_bias(self) -> Tensor | None:
         """What the product adds, [out]; None too for a layer that hands its bias out instead."""
-        return self.bias
+        bias: Tensor | None = self.bias
+        return bias
 
     def run(self, x: Tensor, cached_weight: CachedWeight | None) -> Tensor:
         """The forward of every layout: decide, quantize, multiply."""

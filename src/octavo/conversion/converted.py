@@ -37,7 +37,8 @@ class _Columns(_Rows):
 
     def matrix(self) -> Tensor:
         """The weight as [out, in]."""
-        return self.weight.t()
+        weight: Tensor = self.weight.t()
+        return weight
 
 
 _CLASSES: dict[type[nn.Module], type[FP8LinearMixin]] = {nn.Linear: Linear}

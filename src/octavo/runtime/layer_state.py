@@ -29,9 +29,7 @@ class LayerState:
     Attributes:
         input, weight, grad_output: the operands'.
         recipe: the delayed recipe that the layer last ran with; None before that.
-        ran: a forward has gathered since the last update.
-        context: whose `octavo.autocast` that forward ran in and ends the step; None if in nobody's.
-        compiled: that forward was compiled.
+        context: in whose `octavo.autocast` a forward has gathered since the last update; None if in nobody's.
         used: the recipe and scales of the last forward with gradients, which a backward may recompute.
         used_without_grad: those of the last forward without.
         stale_steps: optimizer steps seen since the last update, to notice a forgotten one.
@@ -42,9 +40,7 @@ class LayerState:
         self.weight = OperandState(device)
         self.grad_output = OperandState(device, late_bound=True)
         self.recipe: Recipe | None = None
-        self.ran = False
         self.context: object | None = None
-        self.compiled = False
         self.used: Any = None
         self.used_without_grad: Any = None
         self.weight_version = -1
@@ -69,9 +65,9 @@ class LayerState:
         update, before = recipe.delayed, self.recipe
         old = recipe.linear if before is None else before.linear
         for operand, spec, new in zip(self.operands, old[:3], recipe.linear[:3], strict=True):
-            if operand.is_known and spec.format.max != new.format.max:
+            if spec.format.max != new.format.max:
                 operand.rescale(spec.format.max / new.format.max)
-            elif before is None and update is not None and update.initialise_from_first_batch:
+            if before is None and update is not None and update.initialise_from_first_batch:
                 operand.from_data = operand.from_data or not operand.is_known
         self.recipe = recipe
 

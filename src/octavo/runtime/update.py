@@ -1,12 +1,13 @@
 """The end of a step: one update of all delayed-scaling states that took part.
 
-Which layers took part is a flag that their forward sets; whether an operand changes is decided on the device (an amax
+Which layers took part is noted by their forward; whether an operand changes is decided on the device (an amax
 of 0 changes nothing), so nothing synchronises. With several ranks all amaxes agree first, by one
 all-reduce MAX over one tensor that holds them all.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -66,11 +67,10 @@ def end_step(context: object, group: object | None = None) -> None:
     """
     everyone = _Collective.agreement.needed(group)
     states = [state for state in registered_states() if state.context is context or everyone]
-    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-        # Scales that were calibrated here must still serve a training.
-        with torch.inference_mode(False):
-            return _update(states, group)
-    _update(states, group)
+    # Scales that were calibrated under inference_mode must still serve a training.
+    leaves = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    with torch.inference_mode(False) if leaves else nullcontext():
+        _update(states, group)
 
 
 @torch.no_grad()
@@ -104,9 +104,7 @@ def _update(states: list[LayerState], group: object | None) -> None:
     for kind, operands in kinds.items():
         _update_kind(kind, operands, lasts.get(kind))
     for state in chosen:
-        for operand in state.operands:
-            operand.close_step(state.compiled, state.ran)
-        state.ran, state.context = False, None
+        state.context = None
         state.stale_steps = 0
 
 
@@ -123,18 +121,30 @@ def _agreed(kinds: dict[_Kind, list[OperandState]], agreement: Agreement, group:
 def _update_kind(kind: _Kind, operands: list[OperandState], last: Tensor | None) -> None:
     for operand in operands:
         operand.resize(kind.update.amax_history_len)
-    gathered = [operand.gathered for operand in operands]
+    last = torch.stack([operand.gathered for operand in operands]) if last is None else last
+    took_part = _took_part(operands, last)
     history, scale, multiplier = delayed_update(
         torch.stack([operand.history for operand in operands]),
         torch.stack([operand.scale for operand in operands]),
-        torch.stack(gathered) if last is None else last,
+        last,
         kind.format_max,
         kind.update.margin,
         kind.update.algorithm,
     )
-    rows = zip(operands, history.unbind(), _apart(scale), _apart(multiplier), strict=True)
-    for operand, *fresh in rows:
+    rows = zip(operands, took_part, history.unbind(), _apart(scale), _apart(multiplier), strict=True)
+    for operand, gathered, *fresh in rows:
         operand.adopt(*fresh)
+        operand.close_step(gathered)
+
+
+def _took_part(operands: list[OperandState], last: Tensor) -> list[bool]:
+    """Which operands have gathered: of interest only where a scale is not known, so the host waits for nothing else."""
+    if torch.compiler.is_compiling():
+        return [operand.has_gathered_by_now() for operand in operands]
+    if not any(operand.from_data for operand in operands):
+        return [True] * len(operands)
+    gathered: list[bool] = (last > 0).tolist()
+    return gathered
 
 
 def _apart(values: Tensor) -> tuple[Tensor, ...]:

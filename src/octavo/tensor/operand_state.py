@@ -12,7 +12,6 @@ Three rules keep it right under autograd, the compiler and checkpointing:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,16 +28,14 @@ class OperandState:
         history: [L]; position 0 is unused here and stands for `gathered` in a state dict.
         late_bound: the operand is a gradient, see the module.
         from_data: the scale is not known yet: measure it from the data until the next update.
-        is_known: the scale comes from an update or from a state dict.
+        is_known: the scale came from a state dict.
         closed_before: an update has been made.
-        closed_version: `gathered._version` at the last update.
     """
 
     scale: Tensor
     multiplier: Tensor
     gathered: Tensor
     history: Tensor
-    closed_version: int
 
     def __init__(self, device: torch.device | None = None, *, late_bound: bool = False) -> None:
         self.late_bound = late_bound
@@ -55,7 +52,6 @@ class OperandState:
         self.multiplier = torch.ones((), dtype=torch.float32, device=device)
         self.gathered = torch.zeros((), dtype=torch.float32, device=device)
         self.history = torch.zeros(1, dtype=torch.float32, device=device)
-        self.closed_version = self.gathered._version
 
     def measure_next(self) -> None:
         """Forget the scale: it comes from the next data."""
@@ -70,7 +66,6 @@ class OperandState:
     def adopt(self, history: Tensor, scale: Tensor, multiplier: Tensor) -> None:
         """Take over the result of an update."""
         self.history = history
-        self.is_known = True
         self._set_scale(scale, multiplier)
 
     def _set_scale(self, scale: Tensor, multiplier: Tensor) -> None:
@@ -81,28 +76,22 @@ class OperandState:
             self.scale, self.multiplier = scale, multiplier
 
     def rescale(self, factor: float) -> None:
-        """Provide for the same amax in a format whose largest value is 1/factor times that of the present one."""
-        scale = self.scale * factor
+        """Provide for the same amaxes, if there are any, in a format whose largest value is 1/factor times the present."""
+        scale = self.scale * torch.where(self.history.amax() > 0, factor, 1.0)
         self._set_scale(scale, scale_from_multiplier(scale))
 
-    def close_step(self, in_graph: bool, ran: bool) -> None:
-        """Begin to gather anew, after an update.
+    def has_gathered_by_now(self) -> bool:
+        """For compiled code, which cannot look: True if this step has gathered, by the order of things.
 
-        Args:
-            in_graph: the layer ran compiled. Compiled code may write `gathered` past its version counter, so whether it
-                did is not known: of a forward operand it did; of a gradient not before the second update, since the
-                first comes before the first backward.
-            ran: the layer ran at all since the last update.
+        A forward operand has; a gradient has not before the second update, since the first precedes the first backward.
         """
-        if in_graph:
-            gathered = ran and (not self.late_bound or self.closed_before)
-        else:
-            gathered = self.gathered._version != self.closed_version
+        return not self.late_bound or self.closed_before
+
+    def close_step(self, gathered: bool) -> None:
+        """Begin to gather anew, after an update; `gathered` says whether the operand took part in it."""
         self.from_data = self.from_data and not gathered
         self.closed_before = True
         self.gathered.zero_()
-        if not torch.compiler.is_compiling():
-            self.closed_version = self.gathered._version
 
     def resize(self, length: int) -> None:
         """Give the history another length, keeping the newest."""
@@ -140,14 +129,6 @@ class OperandState:
             self.gathered.copy_(self.history[0])
             self.closed_before = True
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy's version counter starts anew: only whether it lies behind is worth keeping.
-        return {**self.__dict__, "closed_version": self.closed_version == self.gathered._version}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.closed_version = self.gathered._version if self.closed_version else -1
-
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Follow a module's `_apply` to another device; the dtype stays float32, and meta storage becomes real anew."""
         old = self.scale.device
@@ -157,8 +138,6 @@ class OperandState:
         if old.type == "meta" or new.type == "meta":
             self.reset(new)
             return
-        behind = self.closed_version != self.gathered._version
         with torch.inference_mode(False):
             for name in ("scale", "multiplier", "gathered", "history"):
                 setattr(self, name, getattr(self, name).to(new))
-        self.closed_version = -1 if behind else self.gathered._version

@@ -20,8 +20,9 @@ def scaled_mm_reference(
     """As `octavo.kernels.scaled_mm.scaled_mm`; any device. `accumulate` changes nothing here: sums are float32."""
     # 1. Values of the codes, exact.  [M, K], [N, K]
     a32, b32 = decode(a), decode(b)
-    # 2. Products and sums.  [M, K] @ [K, N] -> [M, N]
-    accumulator = a32 @ b32.t()
+    # 2. Products and sums, in float32 also where torch.autocast is on.  [M, K] @ [K, N] -> [M, N]
+    with torch.autocast(a.device.type, enabled=False):
+        accumulator = a32 @ b32.t()
     # 3. Scales: one factor, or one a row and one a column.
     scaled = accumulator * (scale_a * scale_b.reshape(1, -1) if scale_b.dim() else scale_a * scale_b)
     # 4. Bias in float32, one rounding.

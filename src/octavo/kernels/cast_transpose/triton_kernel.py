@@ -55,7 +55,8 @@ def _is_nan(values, multiplier, inside, INF_TO_NAN: tl.constexpr):
     return nan & inside
 
 
-@triton.jit
+# A scale may be any element of a tensor of scales: no second compilation, perhaps within a capture, for its alignment.
+@triton.jit(do_not_specialize_on_alignment=("multiplier", "multiplier_t", "amax"))
 def cast_transpose_kernel(
     x,
     codes,

@@ -21,7 +21,8 @@ _BLOCK = 256
 _WARPS = 4
 
 
-@triton.jit
+# An amax may be any element of a tensor of amaxes: no second compilation, perhaps within a capture, for its alignment.
+@triton.jit(do_not_specialize_on_alignment=("amax",))
 def scale_from_amax_kernel(
     amax,
     multiplier,

@@ -100,6 +100,11 @@ class autocast:
             end_step(_STACK.owner, frame.group)
 
 
+def current_frame() -> Frame | None:
+    """The innermost context of this thread, for whoever asks what is in force."""
+    return _STACK.top
+
+
 def current_context() -> object | None:
     """What stands for the contexts of this thread; None outside of all of them."""
     return None if _STACK.top is None else _STACK.owner

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from torch import nn
 
 from octavo.study.budget import fit
-from octavo.study.checkpoint import load_weights
+from octavo.study.checkpoint import load_weights, save_weights
 from octavo.study.record import Row
 from octavo.study.run import Run
-from octavo.study.training import BEST, Precision, Trainer, TrainingPlan
+from octavo.study.training import BEST, Precision, Trainer, TrainingPlan, training_context, validation_row
 
 BASELINE = "baseline"
 _PROBE_STEPS = 4
@@ -22,6 +23,9 @@ _OVERHEAD = 1.15  # validation and logging beside the steps themselves
 def train_baseline(run: Run) -> list[Row]:
     """Train, keep the best weights in baseline/best.safetensors; rows `train_step`, `validation`, `adjustment`."""
     model = run.new_model()
+    settings = run.settings
+    if settings.model_dir is not None and settings.steps is None and settings.epochs is None:
+        return pretrained_baseline(run, model)
     steps, rows = baseline_steps(run, model)
     preset = run.preset
     plan = TrainingPlan(
@@ -44,6 +48,20 @@ def train_baseline(run: Run) -> list[Row]:
     )
     run.progress.phase(BASELINE, steps, "steps")
     return rows + trainer.run(run.progress, run.stop).rows
+
+
+def pretrained_baseline(run: Run, model: nn.Module) -> list[Row]:
+    """A checkpoint as it is: saved as the baseline, with its `validation` row at step 0."""
+    run.progress.phase(BASELINE, 1, "evaluations")
+    save_weights(model, baseline_weights(run))
+
+    def context() -> AbstractContextManager[object]:
+        return training_context(run.device, run.half)
+
+    result = run.evaluator("validation", run.preset.validation_tokens)(model, context)
+    run.progress.advance(1, f"perplexity {result.perplexity:.2f}")
+    run.notes.append("the checkpoint as it is; --steps would train it first")
+    return [validation_row(BASELINE, run.settings.dtype, run.settings.seed, 0, result)]
 
 
 def baseline_steps(run: Run, model: nn.Module) -> tuple[int, list[Row]]:

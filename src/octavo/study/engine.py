@@ -20,6 +20,7 @@ from octavo.study.corpus import check_source
 from octavo.study.data_phase import prepare_data
 from octavo.study.environment import run_row
 from octavo.study.finetune_phase import finetune
+from octavo.study.pretrained import check_checkpoint
 from octavo.study.progress import Progress, SilentProgress, Stop
 from octavo.study.quantize_phase import quantize_baseline
 from octavo.study.record import Record, Row
@@ -106,6 +107,8 @@ def preflight(settings: StudySettings, *, resume: bool, create: bool = True) -> 
         )
     if torch.device(settings.device).type == "cuda" and not torch.cuda.is_available():
         raise PreflightError(f"device {settings.device!r} was asked for, but torch finds no CUDA GPU; use --device cpu")
+    if settings.model_dir is not None:
+        check_checkpoint(settings.model_dir)
     check_source(settings.data, settings.data_dir)
 
 

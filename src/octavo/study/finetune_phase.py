@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import torch.nn.functional as F
 from torch import nn
 
 from octavo.conversion import convert, unconvert
@@ -18,12 +19,11 @@ from octavo.study.baseline_phase import baseline_model, compiled, step_seconds
 from octavo.study.budget import fit
 from octavo.study.environment import has_native_fp8
 from octavo.study.evaluation import Evaluation
-from octavo.study.model import HEAD
 from octavo.study.quantize_phase import calibration_batches, serving_context
 from octavo.study.record import Row, clean
 from octavo.study.run import Run
 from octavo.study.scale_history import scale_history
-from octavo.study.serving import EMULATED, HIGH, NATIVE, serving_methods
+from octavo.study.serving import EMULATED, HIGH, NATIVE, head_patterns, serving_methods
 from octavo.study.training import Precision, Trainer, TrainingPlan, TrainingResult
 
 FINETUNE = "finetune"
@@ -79,7 +79,7 @@ def finetune_steps(run: Run, methods: list[TuningMethod]) -> tuple[int, list[Row
 def prepared(model: nn.Module, method: TuningMethod) -> nn.Module:
     """The model with its linear layers in the method's precision, the head left in 16 bits."""
     if method.recipe is not None:
-        convert(model, recipe=method.recipe, exclude=[HEAD], filter="all")
+        convert(model, recipe=method.recipe, exclude=head_patterns(model), filter="all")
     return model
 
 
@@ -121,15 +121,27 @@ def tuned(run: Run, method: TuningMethod, steps: int) -> list[Row]:
         precision=precision_of(method, None if run.settings.compile else max(1, steps // _WATCHED)),
         folder=run.folder / FINETUNE / method.key,
     )
-    with count_gemms() as gemms:
-        result = trainer.run(run.progress, run.stop)
+    result = trainer.run(run.progress, run.stop)
+    gemms = fp8_products(trainer)
     served, plain = served_evaluations(run, model, method)
-    row = finetune_row(run, method, result, served, plain) | {"fp8_gemms": gemms.fp8}
+    row = finetune_row(run, method, result, served, plain) | {"fp8_gemms_per_step": gemms}
     if run.settings.compile and method.recipe is not None:
         run.notes.append(f"{method.key}: no scale history, compiled code is not watched")
     rows = [clean(each) for each in [*reseeded(result.rows, run.settings.seed), row]]
     write_json(path, rows)
     return rows
+
+
+def fp8_products(trainer: Trainer) -> int:
+    """How many products of one training step run in FP8: the proof that FP8 was on."""
+    inputs, targets = trainer.batches(0)
+    trainer.model.train()
+    with count_gemms() as gemms:
+        with trainer.forward_context():
+            logits = trainer.model(inputs)
+        F.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1)).backward()
+    trainer.model.zero_grad(set_to_none=True)
+    return gemms.fp8
 
 
 def reseeded(rows: list[Row], seed: int) -> list[Row]:

@@ -7,7 +7,12 @@ import torch
 from octavo.formats import E4M3, E5M2, cast, decode, finfo
 from octavo.study.record import Row
 
-_EXAMPLES = (1.0, 0.1, 3.14159265, 17.3, 240.0, 448.0, 465.0, 1000.0, 57344.0, 70000.0, 0.002, 0.0009, 1e-5, 1e-8)
+_E4M3_MAX, _E5M2_MAX = finfo(E4M3).max, finfo(E5M2).max
+_EXAMPLES = (
+    *(1.0, 0.1, 3.14159265, 17.3, 240.0),
+    *(_E4M3_MAX, _E4M3_MAX + 17, 1000.0, _E5M2_MAX, _E5M2_MAX + 12_656),  # at the limits and beyond
+    *(0.002, 0.0009, 1e-5, 1e-8),
+)
 
 
 def format_rows() -> list[Row]:

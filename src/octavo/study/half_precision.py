@@ -69,11 +69,14 @@ class _HalfProducts(TorchFunctionMode):
             if dtype is not None:
                 bias = args[2] if len(args) > 2 else kwargs.get("bias")
                 return _RoundedLinear.apply(args[0], args[1], bias, dtype)
-        elif func is F.scaled_dot_product_attention:
+        elif func is F.scaled_dot_product_attention and len(args) >= 3:
             dtype = _product_dtype(args[0])
             if dtype is not None:
                 with torch.autocast("cpu", enabled=False):
                     q, k, v = (operand.to(dtype).float() for operand in args[:3])
+                    mask = kwargs.get("attn_mask")
+                    if mask is not None and mask.is_floating_point():
+                        kwargs = {**kwargs, "attn_mask": mask.float()}
                     return func(q, k, v, *args[3:], **kwargs).to(dtype)
         return func(*args, **kwargs)
 

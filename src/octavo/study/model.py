@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-HEAD = "lm_head"  # stays in 16 bits in every method: its error goes straight into the logits
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -110,7 +108,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole model: tokens in, logits out."""
+    """The whole model: tokens in, logits out.
+
+    `head_name` names the layer that stays in 16 bits in every method: its error would go straight into the logits.
+    """
+
+    head_name = "lm_head"
 
     def __init__(self, shape: ModelShape) -> None:
         """Build and initialise as GPT-2: normal(0, 0.02), residual projections scaled by 1 / sqrt(2 layers)."""

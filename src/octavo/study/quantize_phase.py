@@ -52,7 +52,8 @@ def quantize_baseline(run: Run) -> list[Row]:
         done = measured(run, method, reference, samples, batches, tokens)
         rows.extend(done)
         run.progress.advance(1, f"{method.label}: perplexity {done[0]['perplexity']:.2f}")
-    reason = transformer_engine_reason(run.device)
+    asked = run.settings.methods
+    reason = transformer_engine_reason(run.device) if asked is None or "te" in asked else "not asked for"
     if reason is None:
         evaluate = run.evaluator("test", tokens)
         rows.append(transformer_engine_row(reference, evaluate, generation_plan(run), run.settings.seed))
@@ -174,17 +175,16 @@ def load_seconds(served: nn.Module, path: Path, device: torch.device) -> float:
 
 
 def generation_plan(run: Run) -> GenerationPlan:
-    """Prompts of half the context from the test split, and the other half decoded (at most 128 tokens)."""
+    """Prompts of half the context from the test split, and as many tokens decoded as the preset says."""
     batch, context = run.preset.generation_batch, run.shape.context
     prompt = context // 2
     size = batch * prompt
     stream = run.data.test
     repeated = stream.repeat(-(-size // stream.numel()))[:size]
-    on_cpu = run.device.type == "cpu"
     return GenerationPlan(
         prompts=repeated.view(batch, prompt).long().to(run.device),
-        new_tokens=min(context - prompt, 16 if on_cpu else 128),
-        repeats=3 if on_cpu else 5,
+        new_tokens=min(context - prompt, run.preset.generation_tokens),
+        repeats=run.preset.generation_repeats,
     )
 
 

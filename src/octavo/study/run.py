@@ -13,6 +13,7 @@ from octavo.study.atomic import read_json, write_json
 from octavo.study.budget import TimeBudget
 from octavo.study.evaluation import Evaluator
 from octavo.study.model import GPT, ModelShape, build_model
+from octavo.study.pretrained import PretrainedModel, load_pretrained, pretrained_shape
 from octavo.study.progress import Progress, SilentProgress, Stop
 from octavo.study.record import Record, Row
 from octavo.study.settings import DTYPES, Preset, StudySettings
@@ -60,11 +61,14 @@ class Run:
     @cached_property
     def shape(self) -> ModelShape:
         """The model's shape."""
-        return self.preset.shape
+        folder = self.settings.model_dir
+        return self.preset.shape if folder is None else pretrained_shape(folder, self.preset.shape.context)
 
-    def new_model(self) -> GPT:
+    def new_model(self) -> GPT | PretrainedModel:
         """A model with the run's initial weights, on the run's device."""
-        return build_model(self.shape, self.settings.seed).to(self.device)
+        folder = self.settings.model_dir
+        model = build_model(self.shape, self.settings.seed) if folder is None else load_pretrained(folder)
+        return model.to(self.device)
 
     def batches(self, seed: int) -> Batches:
         """Training batches in the order of `seed`."""

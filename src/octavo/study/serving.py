@@ -6,6 +6,7 @@ INT8 hardware and which is emulated is said by `execution`, never guessed by the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,6 @@ from torch import nn
 
 from octavo.inference import FrozenLinear, calibrate, freeze
 from octavo.study.integer_linear import Int4Linear, Int8Linear, int8_is_native
-from octavo.study.model import HEAD
 
 HIGH, NATIVE, EMULATED = "high precision", "native", "emulated"
 
@@ -37,7 +37,7 @@ class ServingMethod:
                 replace_module(model, name, self.layer(linear))
         elif self.scheme is not None:
             scales = calibrate(model, calibration) if self.scheme == "tensor_static" else None
-            freeze(model, self.scheme, input_scales=scales, exclude=[HEAD])
+            freeze(model, self.scheme, input_scales=scales, exclude=head_patterns(model))
 
 
 def execution_of(served: nn.Module) -> str:
@@ -104,8 +104,13 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] != HEAD
+        if isinstance(module, nn.Linear) and name != model.head_name
     }
+
+
+def head_patterns(model: nn.Module) -> list[str]:
+    """The regular expressions that leave the head of `model` (with `head_name`) out of conversions."""
+    return [f"^{re.escape(str(model.head_name))}$"] if model.head_name else []
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:

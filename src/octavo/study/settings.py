@@ -16,6 +16,8 @@ import torch
 
 from octavo.study.model import ModelShape
 
+_CHECKPOINT_RATE = 5e-5
+METHODS = ("tensor_static", "tensor_dynamic", "rowwise", "block128", "mxfp8", "int8", "int4", "te")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -35,6 +37,8 @@ class Preset:
     test_tokens: int
     evaluation_batch: int
     generation_batch: int
+    generation_tokens: int
+    generation_repeats: int
     tokenizer_vocabulary: int
 
 
@@ -52,6 +56,8 @@ PRESETS: dict[str, Preset] = {
         test_tokens=32_768,
         evaluation_batch=16,
         generation_batch=4,
+        generation_tokens=16,
+        generation_repeats=3,
         tokenizer_vocabulary=2048,
     ),
     "gpt2": Preset(
@@ -67,6 +73,8 @@ PRESETS: dict[str, Preset] = {
         test_tokens=131_072,
         evaluation_batch=16,
         generation_batch=16,
+        generation_tokens=128,
+        generation_repeats=5,
         tokenizer_vocabulary=8192,
     ),
     "gpt2-medium": Preset(
@@ -82,6 +90,8 @@ PRESETS: dict[str, Preset] = {
         test_tokens=131_072,
         evaluation_batch=16,
         generation_batch=16,
+        generation_tokens=128,
+        generation_repeats=5,
         tokenizer_vocabulary=8192,
     ),
 }
@@ -118,13 +128,23 @@ class StudySettings:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}; it must be greater than 0")
+        unknown = [name for name in self.methods or () if name not in METHODS]
+        if unknown:
+            raise ValueError(f"method {unknown[0]!r} is unknown; choose among {', '.join(METHODS)}")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; it must be 0 or more")
 
     @property
     def training(self) -> Preset:
-        """The preset with the settings' own numbers of steps in their places."""
+        """The preset with the settings' own numbers of steps in their places.
+
+        A checkpoint is trained at the usual rate of fine-tuning, whatever the preset says.
+        """
         preset = PRESETS[self.preset]
+        if self.model_dir is not None:
+            preset = dataclasses.replace(
+                preset, learning_rate=_CHECKPOINT_RATE, finetune_learning_rate=_CHECKPOINT_RATE
+            )
         return dataclasses.replace(
             preset,
             steps=preset.steps if self.steps is None else self.steps,

@@ -41,7 +41,7 @@ class TokenData:
     def save(self, path: Path) -> None:
         """Write the streams as safetensors."""
         with replacing(path) as temporary:
-            save_file({name: getattr(self, name) for name in SPLITS}, temporary)
+            save_file({name: getattr(self, name).clone() for name in SPLITS}, temporary)
 
     @classmethod
     def load(cls, path: Path) -> TokenData:

@@ -164,14 +164,9 @@ class Trainer:
         self._pending.append((self.step, loss.detach(), norm.detach()))
         self.step += 1
 
-    @contextmanager
-    def forward_context(self) -> Iterator[None]:
-        """Autocast in the plan's 16-bit dtype, fast on this device; also around evaluation."""
-        with (
-            torch.autocast(self.device.type, dtype=self.plan.dtype),
-            half_products(self.device, self.plan.dtype),
-        ):
-            yield
+    def forward_context(self) -> AbstractContextManager[None]:
+        """What surrounds each forward pass, in training and in validation."""
+        return training_context(self.device, self.plan.dtype)
 
     def _log(self) -> None:
         """Read the losses since the last log from the device, and take the time."""
@@ -204,17 +199,7 @@ class Trainer:
         if self._pending:
             self._log()
         result = self.validate(self.model, self.forward_context)
-        self.rows.append(
-            {
-                "kind": "validation",
-                "phase": self.phase,
-                "method": self.precision.method,
-                "seed": self.plan.seed,
-                "step": self.step,
-                "loss": result.loss,
-                "perplexity": result.perplexity,
-            }
-        )
+        self.rows.append(validation_row(self.phase, self.precision.method, self.plan.seed, self.step, result))
         if result.loss < self.best_loss:
             self.best_loss = result.loss
             save_weights(self.model, self.folder / BEST)
@@ -268,6 +253,26 @@ class Trainer:
             steps_per_s=speeds[len(speeds) // 2] if speeds else None,
             peak_memory_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
         )
+
+
+@contextmanager
+def training_context(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Autocast in a 16-bit dtype, with fast products on this device."""
+    with torch.autocast(device.type, dtype=dtype), half_products(device, dtype):
+        yield
+
+
+def validation_row(phase: str, method: str, seed: int, step: int, result: Evaluation) -> Row:
+    """A `validation` row."""
+    return {
+        "kind": "validation",
+        "phase": phase,
+        "method": method,
+        "seed": seed,
+        "step": step,
+        "loss": result.loss,
+        "perplexity": result.perplexity,
+    }
 
 
 def _optimizer(model: nn.Module, plan: TrainingPlan) -> torch.optim.Optimizer:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from octavo.compat.float8_experimental import config
 from octavo.modules import CachedWeight, Linear
 from octavo.recipes import DelayedScaling
-from octavo.runtime.autocast import in_backward
+from octavo.runtime.autocast import in_backward, trains
 from octavo.tensor import OperandState
 
 
@@ -123,7 +123,7 @@ class Float8Linear(Linear):
         return self.run(input, cached_weight)
 
     def _note_training_forward(self) -> None:
-        if not self.enable_pre_and_post_forward or not torch.is_grad_enabled() or in_backward():
+        if not self.enable_pre_and_post_forward or not trains() or in_backward():
             return
         if not self.amax_and_scale_synced:
             raise AssertionError(

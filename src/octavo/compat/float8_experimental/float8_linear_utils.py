@@ -113,9 +113,6 @@ def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Sequence[Fl
             stacklevel=2,
         )
         return
-    for layer in layers:
-        # A sync follows a backward: what a compiled backward gathered is known to be there already at the first one.
-        layer.delayed_state.grad_output.closed_before = True
     update_scales(nn.ModuleList(layers))
     for layer in layers:
         layer.amax_and_scale_synced = True

@@ -1,0 +1,98 @@
+"""`module.fp8_meta`: amax histories and scales of a layer in the layout of Transformer Engine.
+
+    fp8_meta["scaling_fwd"].amax_history    [L, 3]   columns: input, weight, output (not quantized: zeros)
+    fp8_meta["scaling_fwd"].scale           [3]      TE's scale is the multiplier: code = cast(value * scale)
+    fp8_meta["scaling_fwd"].scale_inv       [3]      value = code * scale_inv
+    fp8_meta["scaling_bwd"]                 2 columns: gradient of the output, gradient of the input (not quantized)
+
+Row 0 is where the current step gathers; rows 1 … hold the past, oldest first. All are copies: looking changes nothing.
+
+TE updates the gradients' part at the end of a backward, Octavo together with the next step. So the view shows that part
+as the pending update will leave it. (With several ranks, from this rank's amaxes alone: a look is no collective.)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.kernels import delayed_update
+from octavo.runtime import LayerState
+from octavo.scaling import resized_history
+from octavo.tensor import OperandState
+
+
+class _Column(NamedTuple):
+    history: Tensor  # [L]
+    multiplier: Tensor  # []
+    scale: Tensor  # []
+
+
+class ScalingView:
+    """Histories and scales of the operands of one direction."""
+
+    def __init__(self, state: LayerState, forward: bool) -> None:
+        self._state = state
+        self._forward = forward
+
+    @property
+    def amax_history(self) -> Tensor:
+        """[L, operands]"""
+        return torch.stack([column.history for column in self._columns()], dim=1)
+
+    @property
+    def scale(self) -> Tensor:
+        """Multipliers, [operands]."""
+        return torch.stack([column.multiplier for column in self._columns()])
+
+    @property
+    def scale_inv(self) -> Tensor:
+        """Their reciprocals, [operands]."""
+        return torch.stack([column.scale for column in self._columns()])
+
+    @torch.no_grad()
+    def _columns(self) -> list[_Column]:
+        state = self._state
+        if self._forward:
+            columns = [self._gathering(state.input), self._gathering(state.weight)]
+        else:
+            columns = [self._folded(state.grad_output)]
+        one = torch.ones_like(columns[0].scale)
+        return [*columns, _Column(torch.zeros_like(columns[0].history), one, one)]
+
+    def _gathering(self, operand: OperandState) -> _Column:
+        history = self._history(operand)
+        history[0] = operand.gathered
+        return _Column(history, operand.multiplier.clone(), operand.scale.clone())
+
+    def _folded(self, operand: OperandState) -> _Column:
+        recipe, update = self._state.recipe, self._state.update
+        if recipe is None or update is None:
+            return self._gathering(operand)
+        history, scale, multiplier = delayed_update(
+            self._history(operand)[None],
+            operand.scale[None],
+            operand.gathered[None],
+            recipe.linear.grad_output.format.max,
+            update.margin,
+            update.algorithm,
+        )
+        return _Column(history[0], multiplier[0], scale[0])
+
+    def _history(self, operand: OperandState) -> Tensor:
+        update = self._state.update
+        length = operand.history.shape[0] if update is None else update.amax_history_len
+        return resized_history(operand.history, length).clone()
+
+
+def fp8_meta(state: LayerState) -> dict[str, Any]:
+    """What TE's modules keep under `fp8_meta`."""
+    recipe = state.recipe
+    return {
+        "scaling_fwd": ScalingView(state, forward=True),
+        "scaling_bwd": ScalingView(state, forward=False),
+        "recipe": None if recipe is None else vars(recipe).get("translated_from", recipe),
+        "num_gemms": 1,
+    }

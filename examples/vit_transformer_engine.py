@@ -15,10 +15,10 @@ import argparse
 import torch
 import vit_model
 import vit_training
+from octavo.compat.transformer_engine.common.recipe import DelayedScaling, Format
 from torch import nn
 
 import octavo.compat.transformer_engine.pytorch as te
-from octavo.compat.transformer_engine.common.recipe import DelayedScaling, Format
 
 fp8_recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max")
 

@@ -90,8 +90,11 @@ def _convert_layer(layer: Candidate, recipe: Recipe, dry_run: bool) -> LayerRepo
         reason = "the recipe's overrides keep it in high precision"
     kind = original_class(type(module)) if isinstance(module, FP8LinearMixin) else type(module)
     converts = not reason
-    if converts and not dry_run:
+    if not dry_run and (converts or (own is None and isinstance(module, FP8LinearMixin))):
         _become_fp8(module, own, layer.name)
+    if not converts and isinstance(module, FP8LinearMixin) and module.recipe is not None and own is not None:
+        converts, own = True, module.recipe
+        reason += ", but it was converted before: octavo.unconvert turns it back"
     return LayerReport(
         layer.name,
         kind.__name__,

@@ -76,7 +76,7 @@ class OperandState:
             self.scale, self.multiplier = scale, multiplier
 
     def rescale(self, factor: float) -> None:
-        """Provide for the same amaxes, if there are any, in a format whose largest value is 1/factor times the present."""
+        """Provide for the amaxes so far, if there are any, in a format whose largest value is smaller by `factor`."""
         scale = self.scale * torch.where(self.history.amax() > 0, factor, 1.0)
         self._set_scale(scale, scale_from_multiplier(scale))
 

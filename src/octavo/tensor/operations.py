@@ -133,6 +133,8 @@ def _lists_in_place(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     function(*decoded, **kwargs)
     for target, high in zip(args[0], decoded[0], strict=True):
         _store(target, high)
+    # Of a list's members autograd counts only the changes that it sees.
+    torch.autograd.graph.increment_version([x for x in args[0] if isinstance(x, QuantizedTensor)])
 
 
 def _is_list_of_tensors(argument: Any) -> bool:

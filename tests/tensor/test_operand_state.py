@@ -1,0 +1,135 @@
+"""OperandState: what delayed scaling remembers of one operand, and the identities that autograd relies on."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from octavo.tensor import OperandState
+
+
+def updated(state: OperandState, scale: float, history: list[float]) -> None:
+    state.adopt(torch.tensor(history), torch.tensor(scale), torch.tensor(1 / scale))
+
+
+def test_a_forward_scale_is_swapped_by_name() -> None:
+    state = OperandState()
+    before = state.scale, state.multiplier
+    updated(state, 4.0, [0.0, 1.0])
+    assert [t.item() for t in before] == [1.0, 1.0], "whoever read them keeps what was read"
+    assert state.scale.item() == 4.0
+    state.rescale(2.0)
+    assert state.scale.item() == 8.0
+    assert before[0].item() == 1.0
+
+
+def test_a_gradients_scale_is_written_in_place_past_the_version_counter() -> None:
+    """`Tensor.data` does not count as a change: what autograd saved of it raises nothing. Pins that habit of torch."""
+    state = OperandState(late_bound=True)
+    scale, version = state.scale, state.scale._version
+    x = torch.ones((), requires_grad=True)
+    y = x * scale
+    updated(state, 4.0, [0.0, 1.0])
+    assert state.scale is scale
+    assert scale._version == version
+    y.backward()
+    assert x.grad.item() == 4.0
+
+
+def test_amaxes_gather_by_max_into_one_tensor() -> None:
+    state = OperandState()
+    gathered = state.gathered
+    for amax in (1.0, 3.0, 2.0):
+        state.gather(torch.tensor(amax))
+    assert state.gathered is gathered
+    assert gathered.item() == 3.0
+    state.close_step(gathered=True)
+    assert state.gathered is gathered
+    assert gathered.item() == 0.0
+
+
+def test_a_scale_is_unknown_until_something_was_gathered() -> None:
+    state = OperandState()
+    state.measure_next()
+    state.close_step(gathered=False)
+    assert state.from_data
+    state.close_step(gathered=True)
+    assert not state.from_data
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_copies_are_equal_and_independent(copied) -> None:
+    state = OperandState(late_bound=True)
+    updated(state, 4.0, [0.0, 1.0])
+    state.gather(torch.tensor(2.0))
+    other = copied(state)
+    assert {k: torch.equal(v, getattr(other, k)) for k, v in vars(state).items() if isinstance(v, torch.Tensor)} == {
+        "scale": True,
+        "multiplier": True,
+        "gathered": True,
+        "history": True,
+    }
+    assert (other.late_bound, other.from_data) == (True, False)
+    updated(other, 9.0, [0.0, 2.0])
+    other.gather(torch.tensor(5.0))
+    assert (state.scale.item(), state.gathered.item()) == (4.0, 2.0)
+
+
+def test_saved_and_loaded() -> None:
+    state, other = OperandState(), OperandState()
+    updated(state, 0.3, [0.0, 1.0, 2.0])
+    state.gather(torch.tensor(7.0))
+    saved = state.saved()
+    assert saved["amax_history"].tolist() == [7.0, 1.0, 2.0]
+    other.load(scale=saved["scale"], history=saved["amax_history"])
+    assert torch.equal(other.scale, state.scale)
+    assert torch.equal(other.multiplier, 1 / torch.tensor(0.3))
+    assert other.gathered.item() == 7.0
+    state.gather(torch.tensor(9.0))
+    assert saved["amax_history"][0].item() == 7.0, "a state dict is a copy"
+
+
+def test_an_unknown_scale_is_saved_as_nan_and_stays_unknown() -> None:
+    state, other = OperandState(), OperandState()
+    state.measure_next()
+    saved = state.saved()
+    assert bool(saved["scale"].isnan())
+    other.load(saved["scale"], saved["amax_history"])
+    assert other.from_data
+    assert other.scale.item() == 1.0
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.0), torch.tensor(-1.0), torch.tensor(float("inf")), torch.ones(2)])
+def test_a_wrong_scale_is_refused(scale: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="one positive finite number"):
+        OperandState().load(scale, torch.zeros(1))
+
+
+@pytest.mark.parametrize("history", [torch.zeros(()), torch.zeros(0), torch.zeros(2, 2)])
+def test_a_wrong_history_is_refused(history: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="vector of length 1 or more"):
+        OperandState().load(torch.ones(()), history)
+
+
+def test_it_follows_the_device_and_keeps_its_dtype() -> None:
+    state = OperandState()
+    updated(state, 4.0, [0.0, 1.0])
+    state.apply(lambda t: t.half())
+    assert state.scale.dtype == state.history.dtype == torch.float32
+    assert state.scale.item() == 4.0
+    state.apply(lambda t: t.to("meta"))
+    assert state.gathered.device.type == "meta"
+    state.apply(lambda t: torch.empty_like(t, device="cpu"))
+    assert state.scale.item() == 1.0, "usable, as new"
+    assert state.history.tolist() == [0.0]
+
+
+def test_a_state_built_under_inference_mode_can_train() -> None:
+    with torch.inference_mode():
+        state = OperandState()
+        state.measure_next()
+    assert not state.scale.is_inference()
+    assert not state.gathered.is_inference()

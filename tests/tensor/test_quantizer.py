@@ -1,0 +1,115 @@
+"""Quantizers: the codes of an operand in both layouts, and what each takes its scale from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import octavo
+from octavo.scaling import ROW, TENSOR
+from octavo.tensor import CurrentQuantizer, DelayedQuantizer, OperandState, QuantizeSpec, StaticQuantizer, operand_of
+
+
+def decoded(codes: torch.Tensor, scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    return (codes.float() * scale)[:rows, :columns]
+
+
+@pytest.mark.parametrize("shape", [(32, 48), (7, 133), (1, 16), (0, 16)])
+@pytest.mark.parametrize("granularity", [TENSOR, ROW])
+def test_both_layouts_hold_the_matrix(shape: tuple[int, int], granularity: object) -> None:
+    x = torch.randn(shape)
+    operand = CurrentQuantizer(QuantizeSpec(format=octavo.E4M3, granularity=granularity))(x, True, True)
+    name = granularity.name
+    expected = octavo.quantize(x, octavo.E4M3, name).dequantize()
+    expected_t = octavo.quantize(x.t(), octavo.E4M3, name).dequantize()
+    assert torch.equal(decoded(operand.codes, operand.scale, *shape), expected)
+    assert torch.equal(decoded(operand.codes_t, operand.scale_t, *shape[::-1]), expected_t)
+    for codes, scale in ((operand.codes, operand.scale), (operand.codes_t, operand.scale_t)):
+        assert codes.is_contiguous()
+        assert codes.shape[0] % 16 == codes.shape[1] % 16 == 0
+        assert scale.dim() == 0 or scale.shape == (codes.shape[0], 1)
+    assert operand.transposed.codes is operand.codes_t
+
+
+@pytest.mark.parametrize("granularity", [TENSOR, ROW])
+def test_only_the_layouts_asked_for(granularity: object) -> None:
+    quantizer = CurrentQuantizer(QuantizeSpec(format=octavo.E4M3, granularity=granularity))
+    row, column = quantizer(torch.randn(16, 16), True, False), quantizer(torch.randn(16, 16), False, True)
+    assert row.codes is not None
+    assert row.codes_t is row.scale_t is None
+    assert column.codes_t is not None
+    assert column.codes is column.scale is None
+
+
+def test_a_delayed_quantizer_uses_the_past_and_gathers_the_present() -> None:
+    state = OperandState()
+    state.scale, state.multiplier = torch.tensor(0.5), torch.tensor(2.0)
+    spec = QuantizeSpec(format=octavo.E4M3, scaling="delayed")
+    quantizer = DelayedQuantizer(spec, state, gather=True, from_data=False)
+    for amax in (3.0, 7.0, 5.0):
+        operand = quantizer(torch.full((16, 16), amax), True, True)
+        assert operand.scale is state.scale
+        assert decoded(operand.codes, operand.scale, 16, 16)[0, 0] == amax
+    assert state.gathered.item() == 7.0
+    DelayedQuantizer(spec, state, gather=False, from_data=False)(torch.full((16, 16), 9.0), True, False)
+    assert state.gathered.item() == 7.0
+    measured = DelayedQuantizer(spec, state, gather=False, from_data=True)(torch.full((16, 16), 9.0), True, False)
+    assert measured.scale == octavo.quantize(torch.full((16, 16), 9.0), octavo.E4M3).scale
+
+
+def test_a_static_scale_is_used_to_the_bit() -> None:
+    x = torch.randn(32, 32)
+    for scale in (0.1, 0.0371, 3.0):
+        operand = StaticQuantizer(QuantizeSpec(format=octavo.E4M3, scaling="static", static_scale=scale))(x, True, True)
+        expected = octavo.quantize(x, octavo.E4M3, scale=scale)
+        assert torch.equal(operand.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+        assert torch.equal(operand.codes_t.view(torch.uint8), expected.codes.t().contiguous().view(torch.uint8))
+        assert operand.scale == operand.scale_t == expected.scale
+
+
+def test_infinite_gradients_become_nan_and_other_operands_saturate() -> None:
+    x = torch.ones(16, 16)
+    x[0, 0] = float("inf")
+    for inf_to_nan in (True, False):
+        operand = CurrentQuantizer(QuantizeSpec(format=octavo.E5M2, inf_to_nan=inf_to_nan))(x, True, False)
+        value = operand.codes.float()[0, 0]
+        assert value.isnan() if inf_to_nan else value == octavo.E5M2.max
+        assert operand.scale == octavo.quantize(torch.ones(1), octavo.E5M2).scale, "inf decides no scale"
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row", "column", (1, 128), (128, 128), "mx"])
+def test_an_fp8_weight_enters_with_its_own_codes_where_it_can(granularity: object) -> None:
+    q = octavo.quantize(torch.randn(40, 72), octavo.E4M3, granularity)
+    spec = QuantizeSpec(format=octavo.E4M3, granularity=TENSOR if granularity == "tensor" else ROW)
+    operand = operand_of(q, CurrentQuantizer(spec), True, True)
+    if granularity in ("tensor", "row"):
+        assert torch.equal(operand.codes[:40, :72].view(torch.uint8), q.codes.view(torch.uint8))
+    fresh = CurrentQuantizer(spec)(q.dequantize(), True, True)
+    if granularity != "tensor":
+        assert torch.equal(operand.codes_t.view(torch.uint8), fresh.codes_t.view(torch.uint8))
+        assert torch.equal(operand.scale_t, fresh.scale_t)
+    rowwise, columnwise = (
+        operand_of(q, CurrentQuantizer(spec), True, False),
+        operand_of(q, CurrentQuantizer(spec), False, True),
+    )
+    assert rowwise.codes_t is None
+    assert columnwise.codes is None
+    assert torch.equal(columnwise.codes_t.view(torch.uint8), operand.codes_t.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"scaling": "later"}, "scaling is 'later'"),
+        ({"epsilon": -1.0}, "epsilon is -1.0"),
+        ({"scaling": "delayed", "granularity": ROW}, "one scale a tensor"),
+        ({"scaling": "static"}, "give both or neither"),
+        ({"static_scale": 1.0}, "give both or neither"),
+        ({"scaling": "static", "static_scale": -1.0}, "positive and finite"),
+        ({"scaling": "static", "static_scale": 1e-50}, "normal numbers"),
+        ({"scaling": "static", "static_scale": 1e38}, "normal numbers"),
+    ],
+)
+def test_specs_refuse_what_contradicts_itself(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        QuantizeSpec(format=octavo.E4M3, **fields)

@@ -157,9 +157,10 @@ def _as_rows(x: Tensor) -> Tensor:
 
 def _unpadded(out: Tensor, rows: int, columns: int) -> Tensor:
     """The real part of a product of padded operands, contiguous."""
-    if out.shape[0] == rows and out.shape[1] == columns:
-        return out
-    return out[:rows, :columns].contiguous()
+    # Whether tokens were padded is not asked while compiling: each answer would be a graph of its own.
+    if torch.compiler.is_compiling() or out.shape[0] != rows:
+        out = out.narrow(0, 0, rows)
+    return out if out.shape[1] == columns else out[:, :columns].contiguous()
 
 
 def _high(weight: Tensor, dtype: torch.dtype) -> Tensor:

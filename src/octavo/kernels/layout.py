@@ -31,7 +31,8 @@ def pad_matrix(x: Tensor, value: float = 0.0) -> Tensor:
 
 def pad_row_scale(scale: Tensor) -> Tensor:
     """A scale [M, 1] as [padded(M), 1], filled up with ones; a scale of a whole tensor stays as it is."""
-    if scale.dim() == 0 or scale.shape[0] % ALIGNMENT == 0:
+    # Whether there is anything to fill up is not asked while compiling: each answer would be a graph of its own.
+    if scale.dim() == 0 or (scale.shape[0] % ALIGNMENT == 0 and not torch.compiler.is_compiling()):
         return scale
     missing = padded(scale.shape[0]) - scale.shape[0]
     return torch.nn.functional.pad(scale, (0, 0, 0, missing), value=1.0)

@@ -111,3 +111,12 @@ def test_aligned_blocks_are_read_and_written_sixteen_bytes_at_a_time() -> None:
     # 128 x 128 elements of two bytes among 256 threads: eight loads; codes in two layouts: four stores each.
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 8
     assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 8
+
+
+@pytest.mark.parametrize("inf_to_nan", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_sixteen_bit_inputs_are_transposed_by_the_load_that_hopper_has_for_it(dtype: str, inf_to_nan: bool) -> None:
+    ptx = cast_transpose_ptx(dtype, INF_TO_NAN=inf_to_nan)
+    before_the_rare_pass = ptx.partition("st.global.b8")[0]
+    assert "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" in before_the_rare_pass
+    assert "ld.shared.b8" not in before_the_rare_pass

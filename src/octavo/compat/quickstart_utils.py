@@ -38,7 +38,7 @@ def cast_to_representable(inp: Tensor, scale: float = 1.0, fp8_format: str = "e4
     """
     if fp8_format not in _FORMATS:
         raise ValueError(f"fp8_format is {fp8_format!r}: expected 'e4m3' or 'e5m2'")
-    return octavo_cast_to_representable(inp, scale=1.0 / float(scale), format=_FORMATS[fp8_format])
+    return octavo_cast_to_representable(inp, scale=float(scale), format=_FORMATS[fp8_format])
 
 
 def speedometer(

@@ -143,8 +143,8 @@ def test_case_3_stale_scale_clips_and_recovers() -> None:
         errors.append(((y - exact).norm() / exact.norm()).item())
         assert bool(y.isfinite().all())
         assert bool(layer.weight.grad.isfinite().all())
-    # The first step has scale 1 (weights below 1/8 are coarse), the fourth clips nearly everything, three are coarse since
-    # the window remembers the spike: 1000 * 4 / 448 is the step of a code near 1. Right is below 5 %.
+    # The first step has scale 1 (weights below 1/8 are coarse), the fourth clips nearly everything, three are coarse
+    # since the window remembers the spike: 1000 * 4 / 448 is the step of a code near 1. Right is below 5 %.
     assert errors[1] < 0.05
     assert errors[2] < 0.05
     assert errors[3] > 0.9

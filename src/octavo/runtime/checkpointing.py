@@ -98,11 +98,12 @@ def layer_call(state: LayerState, own: Recipe | None, name: str | None) -> Call:
         if repeated is not None and tape is not None:
             tape.record(repeated)
     if repeated is not None:
-        return repeated
-    call = _fresh_call(state, own, name)
-    used = _fixed(state, call)
-    if tape is not None:
-        tape.record(used)
+        call = used = repeated
+    else:
+        call = _fresh_call(state, own, name)
+        used = _fixed(state, call)
+        if tape is not None:
+            tape.record(used)
     if torch.is_grad_enabled():
         state.used = used
     else:
@@ -155,6 +156,15 @@ def _repeated_call(state: LayerState) -> Call | None:
     return used
 
 
+@torch.compiler.assume_constant_result  # so that Dynamo runs it while it traces
+def _side_effects_in_forward_only(allowed: bool) -> bool:
+    """Set Dynamo's rule for side effects of a checkpointed function; gives back what it was."""
+    config: Any = torch._dynamo.config
+    before: bool = config.skip_fwd_side_effects_in_bwd_under_checkpoint
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = allowed
+    return before
+
+
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
     """`torch.utils.checkpoint.checkpoint`, bit-invisible to FP8 layers with every recipe.
 
@@ -164,10 +174,15 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
         use_reentrant: which of torch's two implementations.
     """
     if torch.compiler.is_compiling():
-        # The compiler recomputes inside its own graph, where the scales are inputs that no update writes to.
-        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
-    if not trains():
-        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+        # The compiler recomputes inside its own graph, where the scales are inputs that no update writes to. What a layer
+        # notes of its forward must not be noted again by the recompute, and so Dynamo is allowed to leave it out there.
+        before = _side_effects_in_forward_only(True)
+        result = torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+        _side_effects_in_forward_only(before)
+        return result
+    if not torch.is_grad_enabled():
+        # Nothing will be recomputed from here: an evaluation, or the first forward of a reentrant checkpoint around this.
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
     tape = _Tape(_CURRENT.tape)
 
     def run(*inner: Any, **inner_kwargs: Any) -> Any:

@@ -1,0 +1,157 @@
+"""Transformer Engine's formats and recipes: values, signatures, and every argument has an effect or says that it has none."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from octavo.compat.transformer_engine.common import recipe as te_recipe
+from octavo.compat.transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    MXFP8BlockScaling,
+    QParams,
+)
+
+import octavo
+
+
+def test_formats_hold_the_largest_values_of_forward_and_backward() -> None:
+    assert {f.name: (f.value.max_fwd, f.value.max_bwd) for f in Format} == {
+        "E4M3": (448.0, 448.0),
+        "E5M2": (57344.0, 57344.0),
+        "HYBRID": (448.0, 57344.0),
+    }
+
+
+def test_delayed_scaling_takes_its_arguments_in_order() -> None:
+    assert list(inspect.signature(DelayedScaling).parameters)[:8] == [
+        "margin",
+        "fp8_format",
+        "amax_history_len",
+        "amax_compute_algo",
+        "scaling_factor_compute_algo",
+        "reduce_amax",
+        "fp8_dpa",
+        "fp8_mha",
+    ]
+    made = DelayedScaling(1, Format.E4M3, 16, "most_recent", None, False)
+    assert made.native == octavo.recipes.DelayedScaling(
+        format=octavo.recipes.FormatPair(octavo.E4M3, octavo.E4M3),
+        margin=1,
+        amax_history_len=16,
+        amax_compute_algo="most_recent",
+        reduce_amax=False,
+    )
+
+
+def test_defaults_are_those_of_transformer_engine() -> None:
+    assert DelayedScaling().native == octavo.recipes.DelayedScaling(amax_history_len=1024)
+    assert Float8CurrentScaling().native == octavo.recipes.CurrentScaling()
+
+
+CHANGES = {
+    DelayedScaling: {
+        "margin": 2,
+        "fp8_format": Format.E4M3,
+        "amax_history_len": 7,
+        "amax_compute_algo": "most_recent",
+        "scaling_factor_compute_algo": lambda amax, old, limit, recipe: old,
+        "reduce_amax": False,
+        "fp8_dpa": True,
+        "fp8_mha": True,
+        "backward_override": "high_precision",
+    },
+    Float8CurrentScaling: {
+        "use_power_2_scales": True,
+        "fp8_format": Format.E4M3,
+        "fp8_gemm_fprop": MMParams(use_split_accumulator=True),
+        "fp8_gemm_dgrad": MMParams(use_split_accumulator=False),
+        "fp8_gemm_wgrad": MMParams(use_split_accumulator=False),
+        "fp8_dpa": True,
+        "fp8_mha": True,
+        "backward_override": "high_precision",
+        "fp8_quant_fwd_inp": QParams(power_2_scale=True),
+        "fp8_quant_fwd_weight": QParams(amax_epsilon=1e-3),
+        "fp8_quant_bwd_grad": QParams(stochastic_rounding=True),
+    },
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, changes in CHANGES.items() for name in changes])
+def test_every_argument_changes_the_recipe_or_raises(kind: type, name: str) -> None:
+    """Setting one argument away from its default gives another Octavo recipe, or an error that names it."""
+    try:
+        changed = kind(**{name: CHANGES[kind][name]}).native
+    except (NotImplementedError, ValueError) as error:
+        assert name in str(error)
+    else:
+        assert changed != kind().native
+
+
+@pytest.mark.parametrize("kind", list(CHANGES))
+def test_no_argument_is_left_out_of_that_test(kind: type) -> None:
+    assert set(inspect.signature(kind).parameters) == set(CHANGES[kind])
+
+
+def test_parameters_of_all_operands_change_the_recipe() -> None:
+    params = QParams(power_2_scale=True, amax_epsilon=1e-3)
+    made = Float8CurrentScaling(fp8_quant_fwd_inp=params, fp8_quant_fwd_weight=params, fp8_quant_bwd_grad=params)
+    assert made.native == octavo.recipes.CurrentScaling(power_of_two_scales=True, amax_epsilon=1e-3)
+
+
+@pytest.mark.parametrize("kind", [Float8BlockScaling, MXFP8BlockScaling])
+def test_recipes_that_are_not_built_can_be_made_and_say_so_when_used(kind: type) -> None:
+    with pytest.raises(NotImplementedError, match=kind.__name__):
+        _ = kind().native
+
+
+def test_predicates_tell_recipes_apart() -> None:
+    predicates = ("delayed", "float8_current_scaling", "float8_block_scaling", "mxfp8", "nvfp4", "custom")
+    kinds = DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling
+    table = [[getattr(kind(), name)() for name in predicates] for kind in kinds]
+    assert table == [[i == j for j in range(len(predicates))] for i in range(len(kinds))]
+    assert DelayedScaling().float8_per_tensor_scaling()
+    assert not MXFP8BlockScaling().float8_per_tensor_scaling()
+
+
+def test_a_changed_recipe_means_what_it_says_now() -> None:
+    made = DelayedScaling(amax_history_len=4)
+    made.amax_history_len = 8
+    assert made.native == octavo.recipes.DelayedScaling(amax_history_len=8)
+    made.fp8_dpa = True
+    with pytest.raises(NotImplementedError, match="fp8_dpa"):
+        _ = made.native
+    made.fp8_dpa = False
+    assert made == DelayedScaling(amax_history_len=8)
+    assert copy.deepcopy(made).native == made.native
+
+
+def test_an_algorithm_sees_the_history_as_transformer_engine_gives_it() -> None:
+    """[L, n] with the current step in row 0, returning [n]."""
+    seen = []
+
+    def smallest(history: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(history.shape))
+        return history[0] * 2
+
+    algorithm = DelayedScaling(amax_history_len=3, amax_compute_algo=smallest).native.amax_compute_algo
+    assert algorithm(torch.tensor([5.0, 1.0, 2.0])) == 10.0
+    assert seen == [(3, 1)]
+
+
+@pytest.mark.parametrize("kind", [DelayedScaling, Float8CurrentScaling])
+def test_e5m2_in_the_forward_is_refused(kind: type) -> None:
+    with pytest.raises(ValueError, match="fp8_format"):
+        kind(fp8_format=Format.E5M2)
+
+
+def test_the_module_is_one_under_both_of_its_names() -> None:
+    from octavo.compat.transformer_engine import recipe
+
+    assert te_recipe is recipe

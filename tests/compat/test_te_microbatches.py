@@ -83,7 +83,7 @@ def test_gradients_of_micro_batches_add_up(fp8: Any) -> None:
         for i, x in enumerate(batches):
             run(layer, x, fp8, i == 0).backward(torch.ones(16, 32))
     exact = torch.ones(64, 32).t() @ torch.cat(batches)
-    # The gradient of ones is exact in E5M2 up to its scale; what is left is the cast of x, 2.7 % rms, 5 % with the scale.
+    # A gradient of ones is exact in E5M2 up to its scale; what is left is the cast of x, 2.7 % rms, within 5 %.
     assert relative_error(exact, layer.weight.grad) < 0.05
 
 

@@ -1,4 +1,4 @@
-"""Transformer Engine's formats and recipes: values, signatures, and every argument has an effect or says that it has none."""
+"""Transformer Engine's formats and recipes: values, signatures; every argument has an effect or is refused by name."""
 
 from __future__ import annotations
 
@@ -83,15 +83,22 @@ CHANGES = {
 }
 
 
+# One operand apart from the others is not built either, so a single QParams raises; all three together are tested below.
+NOT_BUILT = {
+    DelayedScaling: {"scaling_factor_compute_algo", "fp8_dpa", "fp8_mha", "backward_override"},
+    Float8CurrentScaling: {"fp8_dpa", "fp8_mha", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"},
+}
+
+
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, changes in CHANGES.items() for name in changes])
 def test_every_argument_changes_the_recipe_or_raises(kind: type, name: str) -> None:
     """Setting one argument away from its default gives another Octavo recipe, or an error that names it."""
-    try:
-        changed = kind(**{name: CHANGES[kind][name]}).native
-    except (NotImplementedError, ValueError) as error:
-        assert name in str(error)
+    change = {name: CHANGES[kind][name]}
+    if name in NOT_BUILT[kind]:
+        with pytest.raises((NotImplementedError, ValueError), match=name):
+            _ = kind(**change).native
     else:
-        assert changed != kind().native
+        assert kind(**change).native != kind().native
 
 
 @pytest.mark.parametrize("kind", list(CHANGES))

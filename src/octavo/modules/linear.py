@@ -93,7 +93,9 @@ class FP8LinearMixin(nn.Module):
         call = layer_call(self.delayed_state, self.recipe, self.layer_name)
         if call.recipe is None:
             return self._high_precision(x, weight, call)
-        plan = plan_linear(call, self.delayed_state, self.layer_name or type(self).__name__, self.observer)
+        # A name that compiled code depends on would make a graph for each layer of a model compiled block by block.
+        name = "" if torch.compiler.is_compiling() else self.layer_name or type(self).__name__
+        plan = plan_linear(call, self.delayed_state, name, self.observer)
         if call.recipe.delayed is not None and not torch.compiler.is_compiling():
             self._notice_forgotten_update()
         operand = None if cached_weight is None else self._cached(weight, plan, cached_weight)

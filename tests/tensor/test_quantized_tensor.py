@@ -310,3 +310,11 @@ def test_dequantize_rounds_once_and_passes_gradients() -> None:
     assert torch.equal(q.dequantize(torch.float32).detach(), exact.float())
     q.dequantize(torch.bfloat16).sum().backward()
     assert torch.equal(q.grad, torch.ones(130, 160))
+
+
+def test_attributes_that_people_put_on_it_are_pickled() -> None:
+    q = quantized(octavo.E4M3, "row")
+    q.role = "expert"
+    other = pickle.loads(pickle.dumps(q))
+    assert other.role == "expert"
+    assert fields(other) == fields(q)

@@ -156,7 +156,7 @@ def _repeated_call(state: LayerState) -> Call | None:
     return used
 
 
-@torch.compiler.assume_constant_result  # so that Dynamo runs it while it traces
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo runs it while it traces
 def _side_effects_in_forward_only(allowed: bool) -> bool:
     """Set Dynamo's rule for side effects of a checkpointed function; gives back what it was."""
     config: Any = torch._dynamo.config
@@ -174,14 +174,14 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
         use_reentrant: which of torch's two implementations.
     """
     if torch.compiler.is_compiling():
-        # The compiler recomputes inside its own graph, where the scales are inputs that no update writes to. What a layer
-        # notes of its forward must not be noted again by the recompute, and so Dynamo is allowed to leave it out there.
+        # The compiler recomputes inside its own graph, where the scales are inputs that no update writes to. What a
+        # layer notes of its forward must not be noted again by the recompute: Dynamo may leave it out there.
         before = _side_effects_in_forward_only(True)
         result = torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
         _side_effects_in_forward_only(before)
         return result
     if not torch.is_grad_enabled():
-        # Nothing will be recomputed from here: an evaluation, or the first forward of a reentrant checkpoint around this.
+        # Nothing is recomputed from here: an evaluation, or the first forward of a reentrant checkpoint around this.
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
     tape = _Tape(_CURRENT.tape)
 

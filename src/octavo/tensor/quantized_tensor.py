@@ -106,6 +106,10 @@ class QuantizedTensor(Tensor):
             extra or None,
         )
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Attributes that people have put on it."""
+        self.__dict__.update(state)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) in memo:
             known: QuantizedTensor = memo[id(self)]

@@ -1,0 +1,92 @@
+"""What the runtime takes from torch without a promise: each name pinned by what it must do."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+
+def test_current_graph_task_id_tells_whether_a_backward_runs() -> None:
+    ids: list[int] = []
+    x = torch.ones((), requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: ids.append(torch._C._current_graph_task_id()))
+    assert torch._C._current_graph_task_id() == -1
+    y.backward()
+    assert ids[0] != -1
+    assert torch._C._current_graph_task_id() == -1
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_top_saved_tensors_default_hooks_tells_the_recomputes_apart(reentrant: bool) -> None:
+    """A non-reentrant recompute runs under saved-tensor hooks, a reentrant one without."""
+    seen: list[bool] = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
+        return x.sin()
+
+    x = torch.ones(3, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(function, x, use_reentrant=reentrant).sum().backward()
+    assert seen == [not reentrant, not reentrant]
+
+
+class _Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, private: bool) -> Tensor:
+        out = x * 2
+        return torch.ops.aten._unsafe_view.default(out, (3, 2)) if private else out.view(3, 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.reshape(2, 3) * 2, None
+
+
+def test_unsafe_view_out_of_a_function_can_be_changed_in_place() -> None:
+    y = _Through.apply(torch.ones(2, 3, requires_grad=True), True)
+    assert not y._is_view()
+    y += 1
+    y.sum().backward()
+
+
+def test_tensor_data_bypasses_the_version_counter() -> None:
+    x, factor = torch.ones((), requires_grad=True), torch.tensor(2.0)
+    y = x * factor
+    factor.data.copy_(torch.tensor(5.0))
+    y.backward()
+    assert x.grad.item() == 5.0
+    z = x * factor
+    factor.copy_(torch.tensor(7.0))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.backward()
+
+
+def test_dynamos_rule_for_side_effects_of_checkpoints_exists() -> None:
+    import torch._dynamo
+
+    assert torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint is False
+
+
+def test_increment_version_counts_as_a_change() -> None:
+    x = torch.ones(3)
+    before = x._version
+    torch.autograd.graph.increment_version([x])
+    assert x._version == before + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.autograd.graph.increment_version([])
+
+
+def test_inference_tensors_have_no_version() -> None:
+    with torch.inference_mode():
+        x = torch.ones(3)
+        with torch.inference_mode(False):
+            y = torch.ones(3)
+    assert (x.is_inference(), y.is_inference()) == (True, False)
+    with pytest.raises(RuntimeError, match="do not track version"):
+        x._version  # noqa: B018

@@ -15,8 +15,8 @@ from octavo.modules import CachedWeight, FP8LinearMixin, Linear
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """True for transformers' Conv1D (GPT-2), found by name so that transformers need not be installed."""
-    kind = type(module)
+    """True for transformers' Conv1D (GPT-2), converted or not; by name, so that transformers need not be installed."""
+    kind: type[nn.Module] = type(module).__dict__.get("converted_from", type(module))
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers")
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import re
+import warnings
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
 from octavo.conversion.converted import is_conv1d
-from octavo.inference.frozen_linear import FrozenLinear
-from octavo.inference.scheme import scheme_named
+from octavo.conversion.selection import Candidate, candidates, checked_selection, unmatched_patterns
+from octavo.inference.frozen_linear import FrozenLinear, check_input_scale
+from octavo.inference.scheme import Scheme, scheme_named
+from octavo.modules import FP8LinearMixin
 from octavo.tensor import QuantizedTensor
 
 
@@ -18,51 +21,116 @@ def freeze(
     scheme: str = "row",
     *,
     input_scales: Mapping[str, float] | None = None,
-    exclude: Iterable[str] = (),
+    exclude: str | Iterable[str] = (),
 ) -> list[str]:
     """Replace every linear layer of `model` by a `FrozenLinear`, in place -> the qualified names of those replaced.
+
+    A layer that stands in several places is replaced in all of them, and named once. Left as they are: layers whose
+    weight is tied to another module's, such as a language model's head, since they would be untied; subclasses of
+    nn.Linear with a forward of their own; and what `nn.MultiheadAttention` reads without calling it.
 
     Args:
         model: trained; converted layers are taken as well. The root itself must not be a linear layer.
         scheme: "tensor_static", "tensor_dynamic", "row", "block128" or "mxfp8", see `octavo.inference.SCHEMES`.
         input_scales: what `calibrate` gave, for "tensor_static".
-        exclude: regular expressions on qualified names of layers that stay as they are. A layer whose weight is tied to
-            another module's, such as a language model's head, would be untied: it stays as well.
+        exclude: regular expressions on qualified names of layers that stay as they are. A warning is given if one
+            matches no linear layer, or if nothing is left to replace.
 
     Raises:
-        ValueError: an unknown scheme, or a static one without a scale for some layer.
+        ValueError: an unknown scheme, no regular expression, or a static scheme without a usable scale for some layer.
+            The model is unchanged then.
     """
     chosen = scheme_named(scheme)
-    scales = input_scales or {}
+    scales = _checked_scales(chosen, input_scales)
+    selection = checked_selection(None, exclude, "all")
+    found = candidates(model, selection)
     tied = _tied(model)
-    patterns = list(exclude)
-    names = [
-        name
-        for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or is_conv1d(module))
-        and not any(re.search(pattern, name) for pattern in patterns)
-        and id(module.weight) not in tied
-    ]
-    if "" in names:
+    layers = [layer for layer in found if not _reasons(layer, tied)]
+    if any(layer.name == "" for layer in layers):
         raise ValueError("the model is itself a linear layer: put it into a module, such as nn.Sequential")
-    missing = [name for name in names if chosen.static and name not in scales]
-    if missing:
-        raise ValueError(f"scheme {scheme!r} has no input scale for {missing[0]!r}: calibrate the model first")
-    for name in names:
-        parent, _, child = name.rpartition(".")
-        module = model.get_submodule(name)
-        frozen = FrozenLinear(_matrix(module), module.bias, chosen, scales.get(name) if chosen.static else None)  # type: ignore[arg-type]
-        setattr(model.get_submodule(parent), child, frozen.train(module.training))
-    return names
+    for layer in layers:
+        if chosen.static and layer.name not in scales:
+            raise ValueError(
+                f"scheme {scheme!r} has no input scale for {layer.name!r}: calibrate with batches that reach it, or"
+                " exclude it"
+            )
+    for pattern in unmatched_patterns(found, selection):
+        warnings.warn(f"octavo.inference.freeze: exclude pattern {pattern!r} matches no linear layer", stacklevel=2)
+    if not layers:
+        warnings.warn(f"octavo.inference.freeze replaced nothing: {_why_none(found, tied)}", stacklevel=2)
+    frozen = {id(layer.module): _frozen(layer.module, chosen, scales.get(layer.name)) for layer in layers}
+    _replace(model, frozen)
+    _leave_fast_path(model)
+    return [layer.name for layer in layers]
+
+
+def _checked_scales(scheme: Scheme, scales: Mapping[str, float] | None) -> dict[str, float]:
+    if scales is None:
+        return {}
+    if not scheme.static:
+        raise ValueError(
+            f"scheme {scheme.name!r} measures its activations and takes no input_scales: leave them out, or use"
+            " 'tensor_static'"
+        )
+    for name, scale in scales.items():
+        check_input_scale(scale, f"of {name!r} ")
+    return {name: float(scale) for name, scale in scales.items()}
+
+
+def _reasons(layer: Candidate, tied: set[int]) -> list[str]:
+    """Why a layer stays as it is."""
+    reasons = list(layer.reasons)
+    module = layer.module
+    if id(module.weight) in tied:
+        reasons.append("its weight is tied to another module's")
+    if isinstance(module, FP8LinearMixin) and module.bias is not None and module.added_bias() is None:
+        reasons.append("it hands its bias out")
+    return reasons
+
+
+def _why_none(found: list[Candidate], tied: set[int]) -> str:
+    if not found:
+        return "the model has no linear layer"
+    return "; ".join(f"{layer.name}: {_reasons(layer, tied)[0]}" for layer in found[:5])
+
+
+def _frozen(module: nn.Module, scheme: Scheme, input_scale: float | None) -> FrozenLinear:
+    bias: Any = module.bias
+    return FrozenLinear(_matrix(module), bias, scheme, input_scale).train(module.training)
 
 
 def _matrix(module: nn.Module) -> Tensor:
+    """The weight's values [N, K]."""
     weight = module.weight
     assert isinstance(weight, Tensor), "a linear layer has a weight"
     values = weight.detach()
     if isinstance(values, QuantizedTensor):
         values = values.dequantize()
     return values.t() if is_conv1d(module) else values
+
+
+def _replace(model: nn.Module, frozen: dict[int, FrozenLinear]) -> None:
+    """Put the frozen layers, by the id of what they replace, into all places where those stand."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and id(child) in frozen:
+                parent._modules[name] = frozen[id(child)]
+
+
+def _leave_fast_path(model: nn.Module) -> None:
+    """nn.TransformerEncoder's fused inference path reads weights without calling its layers: it is turned off where
+    they are frozen."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(
+            isinstance(layer, FrozenLinear) for layer in (module.linear1, module.linear2)
+        ):
+            module.activation_relu_or_gelu = 0
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and any(
+            getattr(layer, "activation_relu_or_gelu", 1) == 0 for layer in module.layers
+        ):
+            # Its nested tensors are for that path alone.
+            module.use_nested_tensor = False
 
 
 def _tied(model: nn.Module) -> set[int]:

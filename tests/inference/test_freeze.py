@@ -1,0 +1,200 @@
+"""`freeze`: which layers of a model are replaced, by what, and what stays."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import safetensors.torch
+import torch
+from tests.measures import sqnr_db
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import octavo
+from octavo.inference import SCHEMES, FrozenLinear, calibrate, freeze
+from octavo.recipes import CurrentScaling, DelayedScaling
+
+NAMES = [scheme.name for scheme in SCHEMES]
+CONVERSION = {"filter": "all"}
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 33)).eval()
+
+
+def gpt2() -> GPT2LMHeadModel:
+    config = GPT2Config(
+        n_layer=1, n_head=2, n_embd=64, vocab_size=50, n_positions=16, bos_token_id=None, eos_token_id=None
+    )
+    return GPT2LMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize("scheme", NAMES)
+def test_a_model_serves_close_to_itself_and_loads_strictly(scheme: str, tmp_path) -> None:
+    model = mlp()
+    x = torch.randn(20, 64)
+    with torch.no_grad():
+        exact = model(x)
+    plain = copy.deepcopy(model)
+    scales = calibrate(model, [x]) if scheme == "tensor_static" else None
+    assert freeze(model, scheme, input_scales=scales) == ["0", "2"]
+    y = model(x)
+    # Two layers of at least 25.8 dB each; a ReLU lets noise of 0 through by half, and signal too.
+    assert sqnr_db(exact, y) > 22.8
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.zero_()
+    freeze(plain, scheme, input_scales=dict.fromkeys(scales, 1.0) if scales else None)
+    plain.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"), strict=True)
+    assert torch.equal(plain(x), y)
+    assert not list(model.parameters())
+
+
+def test_training_flags_follow() -> None:
+    model = mlp().train()
+    model[2].eval()
+    freeze(model)
+    assert (model.training, model[0].training, model[2].training) == (True, True, False)
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_gpt2_with_its_transposed_weights_and_its_tied_head(converted: bool) -> None:
+    model = gpt2()
+    tokens = torch.randint(0, 50, (2, 8))
+    with torch.no_grad():
+        exact = model(tokens).logits
+    straight = copy.deepcopy(model)
+    if converted:
+        octavo.convert(model, CurrentScaling(), exclude="lm_head", **CONVERSION)
+    block = "transformer.h.0"
+    names = [f"{block}.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
+    assert freeze(model) == names
+    layer = model.get_submodule(names[0])
+    assert (layer.out_features, layer.in_features) == (192, 64)
+    assert layer.weight.is_contiguous()
+    assert type(model.lm_head) is nn.Linear
+    assert model.lm_head.weight is model.transformer.wte.weight
+    with torch.no_grad():
+        y = model(tokens).logits
+        freeze(straight)
+        assert torch.equal(straight(tokens).logits, y)
+    # Residuals carry most of the signal past the four layers: never below a layer's own 25.8 dB.
+    assert sqnr_db(exact, y) > 25.8
+
+
+@pytest.mark.parametrize("recipe", [CurrentScaling(), DelayedScaling()])
+def test_converted_layers_are_taken(recipe) -> None:
+    model, straight = mlp(), None
+    straight = copy.deepcopy(model)
+    octavo.convert(model, recipe, **CONVERSION)
+    assert freeze(model) == freeze(straight) == ["0", "2"]
+    x = torch.randn(4, 64)
+    assert torch.equal(model(x), straight(x))
+    assert set(model.state_dict()) == set(straight.state_dict())
+
+
+def test_weights_that_exist_in_fp8_alone_are_taken_by_value() -> None:
+    with octavo.quantized_init():
+        model = nn.Sequential(octavo.Linear(64, 32))
+    values = model[0].weight.dequantize()
+    codes = model[0].weight.codes.view(torch.uint8).clone()
+    freeze(model, "tensor_dynamic")
+    assert torch.equal(model[0].weight.view(torch.uint8), codes)
+    assert torch.equal(model[0].weight.float() * model[0].weight_scale, values)
+
+
+def test_a_layer_in_several_places_is_replaced_in_all() -> None:
+    shared = nn.Linear(16, 16)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.ReLU())})
+    assert freeze(model) == ["a"]
+    assert isinstance(model["a"], FrozenLinear)
+    assert model["b"][0] is model["a"]
+
+
+def test_tied_weights_stay_tied() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(20, 16)
+            self.body = nn.Linear(16, 16)
+            self.head = nn.Linear(16, 20, bias=False)
+            self.head.weight = self.embedding.weight
+
+    model = Model()
+    assert freeze(model) == ["body"]
+    assert model.head.weight is model.embedding.weight
+
+
+def test_exclude_is_a_pattern_or_several() -> None:
+    for exclude in ("^2$", ["^2$"], (p for p in ["^2$"])):
+        model = mlp()
+        assert freeze(model, exclude=exclude) == ["0"]
+        assert type(model[2]) is nn.Linear
+    with pytest.raises(ValueError, match=r"exclude pattern '\(' is no regular expression"):
+        freeze(mlp(), exclude="(")
+    with pytest.warns(UserWarning, match="exclude pattern 'lm_head' matches no linear layer"):
+        freeze(mlp(), exclude="lm_head")
+
+
+def test_nothing_replaced_is_said_and_why() -> None:
+    with pytest.warns(UserWarning, match="replaced nothing: 0: excluded by '.'; 2: excluded by '.'"):
+        assert freeze(mlp(), exclude=".") == []
+    with pytest.warns(UserWarning, match="the model has no linear layer"):
+        freeze(nn.Sequential(nn.ReLU()))
+    model = mlp()
+    freeze(model)
+    with pytest.warns(UserWarning, match="the model has no linear layer"):
+        freeze(model)
+
+
+class TwiceLinear(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def test_layers_with_a_forward_of_their_own_stay() -> None:
+    model = nn.Sequential(TwiceLinear(16, 16), nn.Linear(16, 16))
+    assert freeze(model) == ["1"]
+    assert type(model[0]) is TwiceLinear
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_encoder_serves_through_its_frozen_layers(masked: bool) -> None:
+    """Its fused inference path, and MultiheadAttention, read weights without calling the layers."""
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    model = nn.ModuleList([nn.TransformerEncoder(layer, 2)]).eval()
+    x = torch.randn(2, 6, 32)
+    mask = torch.tensor([[False] * 6, [False] * 4 + [True] * 2]) if masked else None
+    exact = model[0](x, src_key_padding_mask=mask).detach()  # with gradients there is no fused path
+    names = freeze(model)
+    assert names == [f"0.layers.{i}.{name}" for i in (0, 1) for name in ("linear1", "linear2")]
+    with torch.no_grad():
+        y = model[0](x, src_key_padding_mask=mask)
+    kept = torch.ones(2, 6, dtype=torch.bool) if mask is None else ~mask
+    assert sqnr_db(exact[kept], y[kept]) > 25.8
+    assert not torch.equal(exact[kept], y[kept]), "a fused path past the frozen layers loses nothing"
+
+
+def test_the_root_cannot_be_replaced_in_place() -> None:
+    with pytest.raises(ValueError, match="itself a linear layer"):
+        freeze(nn.Linear(16, 16))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "scales", "message"),
+    [
+        ("tensor_static", None, "no input scale for '0': calibrate .* or exclude it"),
+        ("tensor_static", {"0": 1.0}, "no input scale for '2'"),
+        ("tensor_static", {"0": 1.0, "2": 0.0}, "input_scale of '2' is 0.0"),
+        ("tensor_static", {"0": 1.0, "2": float("inf")}, "input_scale of '2' is inf"),
+        ("row", {"0": 1.0, "2": 1.0}, "takes no input_scales: leave them out, or use 'tensor_static'"),
+        ("fp8", None, "unknown scheme 'fp8'"),
+    ],
+)
+def test_a_refused_freeze_changes_nothing(scheme, scales, message) -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match=message):
+        freeze(model, scheme, input_scales=scales)
+    assert [type(module) for module in model] == [nn.Linear, nn.ReLU, nn.Linear]

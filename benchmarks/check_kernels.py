@@ -78,23 +78,26 @@ class Checks:
         partial.replace(path)
 
 
-def environment() -> Result:
-    """What the figures belong to."""
+def environment(commit: str | None = None) -> Result:
+    """What the figures belong to; `commit` where git cannot tell it."""
     import triton
 
-    try:
-        command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = "unknown"
     return {
         "hardware": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": triton.__version__,
-        "commit": commit,
+        "commit": commit or _commit(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def _commit() -> str:
+    try:
+        command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def differing(a: Tensor | None, b: Tensor | None) -> int:
@@ -367,28 +370,44 @@ def one_product(
     return result | {"allowed_relative": float(f"{frobenius:.3g}"), "ok": worst <= 1 and relative <= frobenius}
 
 
+PARTS: dict[str, Callable[[Checks, str], None]] = {
+    "casts": check_casts,
+    "shapes": check_shapes,
+    "scales": check_scales,
+    "compiled": check_compiled,
+    "products": check_products,
+    "speed": time_kernels,
+    "host": time_host,
+    "large": check_large,
+    "sweep": sweep,
+}
+
+
 def main() -> int:
     """Run everything; see the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="where the JSON lines go")
     parser.add_argument("--seconds", type=float, default=95.0, help="start no check after this long (default 95)")
-    parser.add_argument("--sweep", action="store_true", help="time cast_transpose with other block sizes as well")
+    # Most of the time goes into compiling: several processes, each with its parts, share the work.
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=list(PARTS)[:-1], help="which parts (default: all but sweep)"
+    )
+    parser.add_argument("--commit", help="for the record, where git does not know it")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device: this check compares Triton kernels on a GPU with their references", file=sys.stderr)
         return 2
     torch.manual_seed(0)
-    checks = Checks(environment(), options.seconds)
+    checks = Checks(environment(options.commit), options.seconds)
     print("  ".join(f"{key} {value}" for key, value in checks.environment.items()), flush=True)
-    parts = [
-        check_casts, check_shapes, check_scales, check_compiled, check_products, time_kernels, time_host, check_large,
-    ]  # fmt: skip
-    for part in parts + [sweep] * options.sweep:
+    for name, part in PARTS.items():
+        if name not in options.only:
+            continue
         try:
             part(checks, "cuda")
         except Exception as error:  # making a check's inputs failed
             message = f"{type(error).__name__}: {error}"
-            checks.run(part.__name__, lambda message=message: {"ok": False, "error": message})
+            checks.run(name, lambda message=message: {"ok": False, "error": message})
         checks.write(options.out)
     skipped = sum(record["ok"] is None for record in checks.records)
     print(f"{len(checks.records)} checks, {checks.failed} failed, {skipped} skipped for want of time")

@@ -214,11 +214,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/check_linear.jsonl"))
     parser.add_argument("--seconds", type=float, default=240)
+    parser.add_argument("--commit", help="for the record, where git does not know it")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device: nothing to check")
         return 2
-    checks = Checks(environment(), options.seconds)
+    checks = Checks(environment(options.commit), options.seconds)
     for name, recipe in RECIPES.items():
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             checks.run("accuracy", functools.partial(check_accuracy, recipe, dtype), recipe=name, dtype=str(dtype))

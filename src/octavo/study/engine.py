@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -62,11 +63,24 @@ def run_study(
     )
     if not run.record.of_kind("run"):
         run.record.append([run_row(settings, command or [])])
-    for name, phase in PHASES.items():
-        if not run.record.finished(name):
-            _run_phase(run, name, phase)
+    with cpu_threads(run.preset.threads if run.device.type == "cpu" else None):
+        for name, phase in PHASES.items():
+            if not run.record.finished(name):
+                _run_phase(run, name, phase)
     write_report(run.record.rows, settings.out)
     return run.record.rows
+
+
+@contextmanager
+def cpu_threads(number: int | None) -> Iterator[None]:
+    """Run torch with `number` threads, None with its own number; the old number comes back."""
+    before = torch.get_num_threads()
+    try:
+        if number is not None:
+            torch.set_num_threads(number)
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _run_phase(run: Run, name: str, phase: Callable[[Run], list[Row]]) -> None:

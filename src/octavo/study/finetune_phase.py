@@ -116,7 +116,7 @@ def tuned(run: Run, method: TuningMethod, steps: int) -> list[Row]:
         compiled(run, model),
         plan,
         run.batches(plan.seed),
-        run.evaluator("validation", preset.validation_tokens),
+        run.evaluator("validation", preset.validation_tokens // 2),
         phase=FINETUNE,
         precision=precision_of(method, None if run.settings.compile else max(1, steps // _WATCHED)),
         folder=run.folder / FINETUNE / method.key,

@@ -83,7 +83,7 @@ CHANGES = {
 }
 
 
-# One operand apart from the others is not built either, so a single QParams raises; all three together are tested below.
+# One operand apart from the others is not built either, so a single QParams raises; all three alike are tested below.
 NOT_BUILT = {
     DelayedScaling: {"scaling_factor_compute_algo", "fp8_dpa", "fp8_mha", "backward_override"},
     Float8CurrentScaling: {"fp8_dpa", "fp8_mha", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"},

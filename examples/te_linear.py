@@ -18,7 +18,6 @@ import octavo
 import octavo.compat.transformer_engine.pytorch as te
 
 torch.manual_seed(12345)
-torch.backends.cuda.matmul.allow_tf32 = False
 
 fp8_recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max")
 

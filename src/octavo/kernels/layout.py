@@ -1,7 +1,7 @@
 """The layout that FP8 matrix units ask for: K-major operands whose extents are multiples of 16.
 
-Codes leave every cast in a buffer rounded up to that multiple in both dimensions, the rest zero. A zero adds nothing to a
-product, so any token count and any feature count works, and no kernel has a second pass only to pad.
+Codes leave every cast in a buffer rounded up to that multiple in both dimensions, the rest zero. A zero adds nothing
+to a product, so any token count and any feature count works, and no kernel has a second pass only to pad.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     out [M, N] = (a [M, K] @ b [N, K]^T) * scale_a * scale_b + bias
 
 Both operands are K-major, as Hopper's FP8 units take them. Where the device multiplies FP8 the product runs in cuBLASLt
-through `torch._scaled_mm`; elsewhere it is emulated: codes decoded to float32, products and sums in float32, then the same
-scaling and the same single rounding of the output.
+through `torch._scaled_mm`; elsewhere it is emulated: codes decoded to float32, products and sums in float32, then the
+same scaling and the same single rounding of the output.
 """
 
 from __future__ import annotations

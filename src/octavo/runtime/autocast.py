@@ -97,7 +97,7 @@ class autocast:
         _STACK.top = frame.outer
         gathers = trains() or frame.calibrating
         if kind is None and frame.ends_step and gathers and not in_backward():
-            end_step(_STACK.owner, frame.group)
+            end_step(_STACK.owner, frame.group, frame.recipe)
 
 
 def current_frame() -> Frame | None:

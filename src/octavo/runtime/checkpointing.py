@@ -121,6 +121,7 @@ def _fresh_call(state: LayerState, own: Recipe | None, name: str | None) -> Call
         state.adopt_recipe(gathered_for)
     gather = calibrated is not None or trains()
     if gather:
+        state.takes_part = True
         context = current_context()
         if context is not None:
             state.context = context

@@ -32,6 +32,8 @@ class LayerState:
         context: in whose `octavo.autocast` a forward has gathered since the last update; None if in nobody's.
         used: the recipe and scales of the last forward with gradients, which a backward may recompute.
         used_without_grad: those of the last forward without.
+        takes_part: with several ranks, its amaxes are agreed on at the end of each context; those of a copy not before
+            it has gathered some itself.
         stale_steps: optimizer steps seen since the last update, to notice a forgotten one.
     """
 
@@ -43,6 +45,7 @@ class LayerState:
         self.context: object | None = None
         self.used: Any = None
         self.used_without_grad: Any = None
+        self.takes_part = True
         self.weight_version = -1
         self.stale_steps = 0
         _register(self)
@@ -107,7 +110,7 @@ class LayerState:
             operand.apply(function)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "used": None, "used_without_grad": None, "context": None}
+        return {**self.__dict__, "used": None, "used_without_grad": None, "context": None, "takes_part": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.kernels import SCALE_ALIGNMENT, delayed_update
-from octavo.recipes import DelayedUpdate
+from octavo.recipes import DelayedUpdate, Recipe
 from octavo.runtime.layer_state import LayerState, registered_states, states_of
 from octavo.tensor import OperandState
 
@@ -60,17 +60,21 @@ class _Kind(NamedTuple):
     update: DelayedUpdate
 
 
-def end_step(context: object, group: object | None = None) -> None:
+def end_step(context: object, group: object | None = None, recipe: Recipe | None = None) -> None:
     """Update the states of all layers that ran in `context` since their last update.
 
-    With several ranks, of all layers that ever ran: the ranks must agree on which, and one may have skipped some.
+    With several ranks, of all layers, since one rank may have skipped some, or all: those that have not run here yet
+    follow `recipe`, the context's. All ranks must have built the same layers in the same order; copies of a model count
+    from their own first training forward on, so that one rank alone may keep some for evaluation.
     """
-    everyone = _Collective.agreement.needed(group)
-    states = [state for state in registered_states() if state.context is context or everyone]
+    if _Collective.agreement.needed(group):
+        states = [state for state in registered_states() if state.takes_part]
+    else:
+        states, recipe = [state for state in registered_states() if state.context is context], None
     # Scales that were calibrated under inference_mode must still serve a training.
     leaves = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
     with torch.inference_mode(False) if leaves else nullcontext():
-        _update(states, group)
+        _update(states, group, recipe)
 
 
 @torch.no_grad()
@@ -88,34 +92,44 @@ def update_scales(model: nn.Module, group: object | None = None) -> None:
 
 
 @torch.no_grad()
-def _update(states: list[LayerState], group: object | None) -> None:
+def _update(states: list[LayerState], group: object | None, otherwise: Recipe | None = None) -> None:
     agreement = _Collective.agreement
-    shared = agreement.needed(group)
-    chosen = [state for state in states if state.update is not None]
+    # A layer that has not run has no name by which an override could be looked up.
+    if otherwise is not None and (otherwise.delayed is None or otherwise.overrides):
+        otherwise = None
     kinds: dict[_Kind, list[OperandState]] = {}
-    for state in chosen:
-        recipe, update = state.recipe, state.update
-        assert recipe is not None, "chosen states have run"
-        assert update is not None, "chosen states have run"
-        for spec, operand in zip(recipe.linear[:3], state.operands, strict=True):
-            kind = _Kind(operand.gathered.device, spec.format.max, update)
+    positions: dict[_Kind, list[int]] = {}
+    for number, state in enumerate(states):
+        recipe = state.recipe or otherwise
+        if recipe is None or recipe.delayed is None:
+            continue
+        for place, (spec, operand) in enumerate(zip(recipe.linear[:3], state.operands, strict=True)):
+            kind = _Kind(operand.gathered.device, spec.format.max, recipe.delayed)
             kinds.setdefault(kind, []).append(operand)
-    lasts = _agreed(kinds, agreement, group) if shared else {}
-    for kind, operands in kinds.items():
-        _update_kind(kind, operands, lasts.get(kind))
-    for state in chosen:
+            positions.setdefault(kind, []).append(len(state.operands) * number + place)
         state.context = None
         state.stale_steps = 0
+    reduced = {kind: where for kind, where in positions.items() if kind.update.reduce_amax}
+    lasts = _agreed(states, reduced, agreement, group) if reduced and agreement.needed(group) else {}
+    for kind, operands in kinds.items():
+        _update_kind(kind, operands, lasts.get(kind))
 
 
-def _agreed(kinds: dict[_Kind, list[OperandState]], agreement: Agreement, group: object | None) -> dict[_Kind, Tensor]:
-    """The gathered amaxes of each kind after one all-reduce for all kinds that ask for it."""
-    reduced = [kind for kind in kinds if kind.update.reduce_amax]
-    if not reduced:
-        return {}
-    joined = torch.cat([torch.stack([o.gathered for o in kinds[kind]]) for kind in reduced])
-    parts = agreement.reduce(joined, group).split([len(kinds[kind]) for kind in reduced])
-    return dict(zip(reduced, parts, strict=True))
+def _agreed(
+    states: list[LayerState], positions: dict[_Kind, list[int]], agreement: Agreement, group: object | None
+) -> dict[_Kind, Tensor]:
+    """The gathered amaxes of each kind after one all-reduce for all kinds that ask for it.
+
+    The vector has a place for every operand of every layer, whether or not it ran: it is as long on all ranks.
+    """
+    device = next(iter(positions)).device
+    joined = [torch.zeros((), device=device)] * sum(len(state.operands) for state in states)
+    operands = [operand for state in states for operand in state.operands]
+    for where in positions.values():
+        for place in where:
+            joined[place] = operands[place].gathered.to(device)
+    agreed = agreement.reduce(torch.stack(joined), group).unbind()
+    return {kind: torch.stack([agreed[place] for place in where]).to(kind.device) for kind, where in positions.items()}
 
 
 def _update_kind(kind: _Kind, operands: list[OperandState], last: Tensor | None) -> None:

@@ -127,10 +127,14 @@ def preflight(settings: StudySettings, *, resume: bool, create: bool = True) -> 
 
 
 def required_bytes(settings: StudySettings) -> int:
-    """Disk space that a run may need at once: fp32 weights with optimizer state twice, and each served model."""
+    """Disk space that a run may need at once.
+
+    In bytes a parameter: two checkpoints with optimizer state (24), the best and four fine-tuned models in fp32 (20),
+    and the served models (about 12).
+    """
     shape = settings.training.shape
     parameters = shape.layers * 12 * shape.width**2 + (shape.vocab_size + shape.context) * shape.width
-    return parameters * 4 * 3 * 2 + parameters * 4 * 6 + 2**26
+    return parameters * 56 + 2**26
 
 
 def _check_writable(folder: Path) -> None:

@@ -17,6 +17,7 @@ from octavo.runtime import count_gemms, update_scales
 from octavo.study.atomic import read_json, write_json
 from octavo.study.baseline_phase import baseline_model, compiled, step_seconds
 from octavo.study.budget import fit
+from octavo.study.checkpoint import save_weights
 from octavo.study.environment import has_native_fp8
 from octavo.study.evaluation import Evaluation
 from octavo.study.quantize_phase import calibration_batches, serving_context
@@ -27,6 +28,7 @@ from octavo.study.serving import EMULATED, HIGH, NATIVE, head_patterns, serving_
 from octavo.study.training import Precision, Trainer, TrainingPlan, TrainingResult
 
 FINETUNE = "finetune"
+WEIGHTS = "model.safetensors"
 _SEED_OFFSET = 1  # another order than the baseline's, the same for every method
 _WATCHED = 10  # points of the scale history
 _HISTORY = 16  # amax history: as long as a short fine-tuning can fill
@@ -111,6 +113,7 @@ def tuned(run: Run, method: TuningMethod, steps: int) -> list[Row]:
         log_every=1 if run.device.type == "cpu" else 5,
         seed=run.settings.seed + _SEED_OFFSET,
         dtype=run.half,
+        keep_best=False,
     )
     trainer = Trainer(
         compiled(run, model),
@@ -123,6 +126,9 @@ def tuned(run: Run, method: TuningMethod, steps: int) -> list[Row]:
     )
     result = trainer.run(run.progress, run.stop)
     gemms = fp8_products(trainer)
+    if method.recipe is not None:
+        unconvert(model)
+    save_weights(model, run.folder / FINETUNE / method.key / WEIGHTS)
     served, plain = served_evaluations(run, model, method)
     row = finetune_row(run, method, result, served, plain) | {"fp8_gemms_per_step": gemms}
     if run.settings.compile and method.recipe is not None:
@@ -150,9 +156,7 @@ def reseeded(rows: list[Row], seed: int) -> list[Row]:
 
 
 def served_evaluations(run: Run, model: nn.Module, method: TuningMethod) -> tuple[Evaluation, Evaluation]:
-    """The fine-tuned model on the test split: as served, and in 16 bits. `model` is used up."""
-    if method.recipe is not None:
-        unconvert(model)
+    """The fine-tuned model, unconverted, on the test split: as served, and in 16 bits. `model` is used up."""
     model.to(run.half).eval().requires_grad_(False)
     evaluate = run.evaluator("test", run.decided("test-tokens", run.preset.test_tokens, [])[0])
     plain = evaluate(model, lambda: serving_context(run))

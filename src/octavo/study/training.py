@@ -44,6 +44,7 @@ class TrainingPlan:
     clip: float = 1.0
     seed: int = 0
     dtype: torch.dtype = torch.bfloat16
+    keep_best: bool = True
 
     def rate(self, step: int) -> float:
         """Learning rate of a step: linear warm-up, then a cosine down to `final_share` of the peak."""
@@ -202,7 +203,8 @@ class Trainer:
         self.rows.append(validation_row(self.phase, self.precision.method, self.plan.seed, self.step, result))
         if result.loss < self.best_loss:
             self.best_loss = result.loss
-            save_weights(self.model, self.folder / BEST)
+            if self.plan.keep_best:
+                save_weights(self.model, self.folder / BEST)
         self._start_clock()
         return result
 

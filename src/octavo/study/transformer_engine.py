@@ -58,7 +58,10 @@ class TransformerEngineModel:
         """FP8 with current scaling."""
         stack = ExitStack()
         stack.enter_context(torch.no_grad())
-        stack.enter_context(self.engine.fp8_autocast(enabled=True, fp8_recipe=self.recipe))
+        if hasattr(self.engine, "autocast"):  # since 2.10; the older name warns from then on
+            stack.enter_context(self.engine.autocast(enabled=True, recipe=self.recipe))
+        else:
+            stack.enter_context(self.engine.fp8_autocast(enabled=True, fp8_recipe=self.recipe))
         return stack
 
 

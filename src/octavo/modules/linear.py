@@ -119,7 +119,8 @@ class FP8LinearMixin(nn.Module):
             cached, *what, operand = cache
             if cached() is self.weight and what == [version, plan.weight_spec]:
                 return operand
-        with torch.no_grad():
+        # Also under inference_mode: the next micro-batch may train.
+        with torch.inference_mode(False), torch.no_grad():
             operand = quantize_weight(weight, plan, True, True)
         self._weight_cache = (weakref.ref(self.weight), version, plan.weight_spec, operand)
         return operand
@@ -144,20 +145,21 @@ class FP8LinearMixin(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         module = super()._apply(fn, recurse)
-        self.delayed_state.apply(fn)
+        self.delayed_state.move(fn(torch.empty(0, device=self.delayed_state.device)).device)
         self._weight_cache = None
         return module
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.delayed_state.recipe is not None:
+        if self.delayed_state.is_used:
             destination.update(self.delayed_state.saved(prefix))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        self.delayed_state.load(state_dict, prefix, f"{prefix}weight" in state_dict)
+        entries = self.delayed_state.taken_out(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         # With assign=True the weight may have come from another device.
-        self.delayed_state.apply(lambda tensor: tensor.to(self.weight.device))
+        self.delayed_state.move(self.weight.device)
+        self.delayed_state.load(entries, f"{prefix}weight" in state_dict)
         self._weight_cache = None
 
     def __getstate__(self) -> dict[str, Any]:

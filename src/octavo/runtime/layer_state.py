@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -87,15 +87,29 @@ class LayerState:
                 entries[f"{prefix}{name}_{key}"] = value
         return entries
 
-    def load(self, state_dict: dict[str, Any], prefix: str, new_weight: bool) -> None:
-        """Take the entries that `saved` made out of `state_dict`; both of an operand are optional.
+    @property
+    def is_used(self) -> bool:
+        """True once there is something to save: the layer has run with delayed scaling, or a state was loaded."""
+        return self.recipe is not None or any(operand.is_known for operand in self.operands)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the state lies."""
+        return self.input.gathered.device
+
+    def taken_out(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
+        """The entries that `saved` made, taken out of `state_dict`, without their prefix."""
+        keys = [f"{name}_{part}" for name in OPERANDS for part in ("scale", "amax_history")]
+        return {key: state_dict.pop(prefix + key) for key in keys if prefix + key in state_dict}
+
+    def load(self, entries: dict[str, Tensor], new_weight: bool) -> None:
+        """Take over entries that `saved` made; both of an operand are optional.
 
         A scale alone begins a history; a history alone waits for a scale from the data. An operand without entries is
         measured anew if the weight is new.
         """
         for name, operand in zip(OPERANDS, self.operands, strict=True):
-            scale = state_dict.pop(f"{prefix}{name}_scale", None)
-            history = state_dict.pop(f"{prefix}{name}_amax_history", None)
+            scale, history = entries.get(f"{name}_scale"), entries.get(f"{name}_amax_history")
             if scale is not None or history is not None:
                 operand.load(
                     torch.tensor(float("nan")) if scale is None else scale,
@@ -104,10 +118,10 @@ class LayerState:
             elif new_weight:
                 operand.measure_next()
 
-    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Follow a module's `_apply`."""
+    def move(self, device: torch.device) -> None:
+        """Follow the weight to another device."""
         for operand in self.operands:
-            operand.apply(function)
+            operand.move(device)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "used": None, "used_without_grad": None, "context": None, "takes_part": False}

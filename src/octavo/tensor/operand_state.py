@@ -11,8 +11,6 @@ Three rules keep it right under autograd, the compiler and checkpointing:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -28,7 +26,7 @@ class OperandState:
         history: [L]; position 0 is unused here and stands for `gathered` in a state dict.
         late_bound: the operand is a gradient, see the module.
         from_data: the scale is not known yet: measure it from the data until the next update.
-        is_known: the scale came from a state dict.
+        is_known: the state came from a state dict.
         closed_before: an update has been made.
     """
 
@@ -119,9 +117,9 @@ class OperandState:
             raise ValueError(f"an amax history must be a vector of length 1 or more, found {tuple(history.shape)}")
         device = self.gathered.device
         self.reset(device)
+        self.is_known = True
         self.from_data = bool(scale.isnan())
         if not self.from_data:
-            self.is_known = True
             self.scale.copy_(scale.reshape(()))
             self.multiplier = scale_from_multiplier(self.scale)
         self.history = history.detach().to(device=device, dtype=torch.float32, copy=True)
@@ -129,15 +127,14 @@ class OperandState:
             self.gathered.copy_(self.history[0])
             self.closed_before = True
 
-    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Follow a module's `_apply` to another device; the dtype stays float32, and meta storage becomes real anew."""
+    def move(self, device: torch.device) -> None:
+        """Follow a weight to another device; meta storage becomes real anew."""
         old = self.scale.device
-        new = function(torch.empty(0, device=old)).device
-        if new == old:
+        if device == old:
             return
-        if old.type == "meta" or new.type == "meta":
-            self.reset(new)
+        if old.type == "meta" or device.type == "meta":
+            self.reset(device)
             return
         with torch.inference_mode(False):
             for name in ("scale", "multiplier", "gathered", "history"):
-                setattr(self, name, getattr(self, name).to(new))
+                setattr(self, name, getattr(self, name).to(device))

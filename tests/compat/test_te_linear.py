@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import warnings
 from contextlib import contextmanager
 from typing import Any
@@ -286,3 +288,26 @@ def test_what_the_view_shows_of_gradients_is_what_the_next_backward_uses() -> No
     shown = layer.fp8_meta["scaling_bwd"].scale[0].clone()
     run(layer, x, recipe(4))
     assert layer.delayed_state.grad_output.multiplier == shown
+
+
+@pytest.mark.parametrize("split", [None, ("query", "key")])
+def test_copies_are_independent_and_equal(split: Any) -> None:
+    layer, x = te.Linear(32, 16, parameters_split=split, device="cpu"), torch.randn(4, 32)
+    run(layer, x, recipe(4)).sum().backward()
+    twin, unpickled = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))
+    outs = [run(module, x, recipe(4)) for module in (layer, twin, unpickled)]
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert torch.equal(run(layer, x, recipe(4)), outs[0])
+
+
+def test_a_layer_made_on_meta_is_drawn_after_it_is_given_memory() -> None:
+    layer = te.Linear(64, 64, device="meta")
+    layer.to_empty(device="cpu")
+    layer.reset_parameters(defer_init=False)
+    assert 0.021 < layer.weight.std() < 0.025  # 4096 draws know it to 1.1 %
+    x = torch.randn(8, 64)
+    assert relative_error(layer(x), run(layer, x, Float8CurrentScaling())) < 0.05

@@ -57,6 +57,12 @@ class Float8Options:
     scaling_type_dL_dY: TensorScalingType = TensorScalingType.DELAYED
     emulate: bool = False
 
+    @property
+    def dynamic_operands(self) -> tuple[str, ...]:
+        """Names, in the state of a layer, of the operands that are measured in every call."""
+        kinds = {"input": self.scaling_type_x, "weight": self.scaling_type_w, "grad_output": self.scaling_type_dL_dY}
+        return tuple(name for name, kind in kinds.items() if kind is TensorScalingType.DYNAMIC)
+
 
 class Float8Linear(Linear):
     """`nn.Linear` in FP8 with delayed scaling; inputs and weights E4M3, gradients E5M2.
@@ -92,6 +98,7 @@ class Float8Linear(Linear):
         )
         self.become_fp8(recipe, name)
         self.options = options
+        self._dynamic_operands = options.dynamic_operands
         self.enable_pre_and_post_forward = config.enable_pre_and_post_forward
         self.amax_and_scale_synced = True
 
@@ -119,7 +126,9 @@ class Float8Linear(Linear):
         """
         refuse_emulation(self.options.emulate, input)
         self._note_training_forward()
-        self._measure_dynamic_operands()
+        for name in self._dynamic_operands:
+            operand: OperandState = getattr(self.delayed_state, name)
+            operand.from_data = True
         return self.run(input, cached_weight)
 
     def _note_training_forward(self) -> None:
@@ -132,16 +141,6 @@ class Float8Linear(Linear):
                 " config.enable_pre_and_post_forward = False before the swap to merge several forwards"
             )
         self.amax_and_scale_synced = False
-
-    def _measure_dynamic_operands(self) -> None:
-        options, state = self.options, self.delayed_state
-        for kind, operand in (
-            (options.scaling_type_x, state.input),
-            (options.scaling_type_w, state.weight),
-            (options.scaling_type_dL_dY, state.grad_output),
-        ):
-            if kind is TensorScalingType.DYNAMIC and not operand.from_data:
-                operand.from_data = True
 
     # What code in the wild reads of the original's buffers. Its scale is the multiplier.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -63,6 +63,7 @@ class QParams:
 class Recipe:
     """What all of TE's recipes share: predicates, and the Octavo recipe that they stand for."""
 
+    is_transformer_engines: ClassVar[bool] = True
     _native: recipes.Recipe | None
     _obstacle: str
 

@@ -127,7 +127,8 @@ class Linear(OctavoLinear):
                 takes the kept ones as long as the weight is the same.
             fp8_output, fp8_grad: not built.
         """
-        _refuse_planned(fp8_output=fp8_output, fp8_grad=fp8_grad)
+        if fp8_output or fp8_grad:
+            _refuse_planned(fp8_output=fp8_output, fp8_grad=fp8_grad)
         if is_first_microbatch not in (None, True, False):
             raise ValueError(f"is_first_microbatch is {is_first_microbatch!r}: expected None, True or False")
         out = self.run(inp, _CACHE[is_first_microbatch])

@@ -196,7 +196,7 @@ class _Owner(nn.Module):
 def _native(recipe: Recipe | None) -> recipes.Recipe:
     if recipe is None:
         recipe = _STANDING[_default_name()]
-    if "_obstacle" not in vars(recipe):
+    if not getattr(recipe, "is_transformer_engines", False):
         raise ValueError(
             f"recipe is {recipe!r}: expected one of transformer_engine.common.recipe, such as DelayedScaling()"
         )

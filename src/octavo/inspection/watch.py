@@ -2,11 +2,12 @@
 
 Each layer's quantizers are wrapped for as long as the context lasts; outside of it nothing of this is there, and
 nothing costs anything. Watching synchronises with the device at every cast: for looking, not for training at speed.
+A compiled model is refused. A function that was compiled around the model breaks its graph at every watched layer, and
+may keep those breaks; under `fullgraph=True` it raises.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,10 @@ from octavo.formats import format_of
 from octavo.inspection.statistics import Statistics, cast_statistics
 from octavo.modules import FP8LinearMixin
 from octavo.recipes import OperandName
+from octavo.runtime import Observer
 from octavo.tensor import Operand, Quantizer
+
+_COMPILED = "octavo.inspection.watch looks at eager code only: watch and run the model uncompiled"
 
 
 class watch:
@@ -27,45 +31,63 @@ class watch:
             model(x).sum().backward()
         print(seen)
 
+    Contexts nest, each with its own figures. A gradient is seen wherever its backward runs, if the forward ran inside.
+
     Attributes:
         statistics: {(layer, operand): the last cast's figures}.
         scales: {(layer, operand): the last cast's scale, the largest of several}.
+
+    Raises:
+        ValueError: at the entry, if the model has no FP8 layer, or is compiled.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.statistics: dict[tuple[str, str], Statistics] = {}
         self.scales: dict[tuple[str, str], float] = {}
+        self._outer: list[list[tuple[FP8LinearMixin, Observer | None]]] = []
 
     def __enter__(self) -> watch:
-        for name, layer in _layers(self.model):
-            layer.observer = functools.partial(self._wrap, name)
+        layers = list(_layers(self.model))
+        if not layers:
+            raise ValueError(f"{type(self.model).__name__} has no FP8 layer to watch: octavo.convert(model) makes some")
+        if any("_orig_mod" in module._modules or module._compiled_call_impl for module in self.model.modules()):
+            raise ValueError(f"{type(self.model).__name__} is compiled: {_COMPILED}")
+        self._outer.append([(layer, layer.observer) for _, layer in layers])
+        for name, layer in layers:
+            layer.observer = torch.compiler.disable(self._observer(name, layer.observer), reason=_COMPILED)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for _, layer in _layers(self.model):
-            layer.observer = None
+        for layer, observer in self._outer.pop():
+            # A layer converted back in the meantime has none.
+            if isinstance(layer, FP8LinearMixin):
+                layer.observer = observer
 
-    def _wrap(self, layer: str, operand: OperandName, quantizer: Quantizer) -> Quantizer:
-        def watched(x: Tensor, rowwise: bool, columnwise: bool) -> Operand:
-            if torch.compiler.is_compiling():
-                raise RuntimeError("octavo.inspection.watch looks at eager code only: run the model uncompiled")
-            result = quantizer(x, rowwise, columnwise)
-            self._record((layer, operand), x, result)
-            return result
+    def _observer(self, layer: str, outer: Observer | None) -> Observer:
+        def observe(operand: OperandName, quantizer: Quantizer) -> Quantizer:
+            inner = quantizer if outer is None else outer(operand, quantizer)
 
-        return watched
+            def watched(x: Tensor, rowwise: bool, columnwise: bool) -> Operand:
+                result = inner(x, rowwise, columnwise)
+                self._record((layer, operand), x, result)
+                return result
+
+            disabled: Quantizer = torch.compiler.disable(watched, reason=_COMPILED)
+            return disabled
+
+        return observe
 
     def _record(self, key: tuple[str, str], x: Tensor, operand: Operand) -> None:
         codes, scale, matrix = operand.codes, operand.scale, x
         if codes is None:
             codes, scale, matrix = operand.codes_t, operand.scale_t, x.t()
-        if codes is None or scale is None:
+        if codes is None or scale is None or not matrix.numel():
             return
         rows, columns = matrix.shape
-        shown = scale[:rows] if scale.dim() else scale
+        shown = scale[:rows] if scale.dim() else scale  # without those of padding
         self.statistics[key] = cast_statistics(matrix, codes[:rows, :columns], shown, format_of(codes.dtype))
-        self.scales[key] = scale.max().item()
+        self.scales[key] = shown.max().item()
 
     def __str__(self) -> str:
         lines = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,10 @@ from octavo.kernels.scaled_mm import device_reasons as product_reasons
 from octavo.kernels.triton_support import device_reasons as kernel_reasons
 
 Feature = Literal["fp8_products", "triton_kernels"]
+_REASONS: dict[str, Callable[[torch.device], list[str]]] = {
+    "fp8_products": product_reasons,
+    "triton_kernels": kernel_reasons,
+}
 
 
 @dataclass(frozen=True)
@@ -44,9 +49,16 @@ def is_supported(what: Feature, device: torch.device | str | None = None) -> Sup
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    reasons = _REASONS.get(what)
+    if reasons is None:
+        raise ValueError(f"unknown feature {what!r}: expected 'fp8_products' or 'triton_kernels'")
     where = torch.device(device)
-    if what == "fp8_products":
-        return Support(what, tuple(product_reasons(where)))
-    if what == "triton_kernels":
-        return Support(what, tuple(kernel_reasons(where)))
-    raise ValueError(f"unknown feature {what!r}: expected 'fp8_products' or 'triton_kernels'")
+    if where.type == "cuda":
+        # The device's own properties can only be asked of one that is there.
+        if not torch.cuda.is_available():
+            return Support(what, ("no CUDA device is available",))
+        where = torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
+        count = torch.cuda.device_count()
+        if where.index >= count:
+            return Support(what, (f"there is no {where}: CUDA devices here are 0 to {count - 1}",))
+    return Support(what, tuple(reasons(where)))

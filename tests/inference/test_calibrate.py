@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import octavo
-from octavo.formats import E4M3
 from octavo.inference import calibrate, freeze
 from octavo.recipes import CurrentScaling, DelayedScaling
 
@@ -26,7 +25,7 @@ def test_max_provides_for_the_largest_of_all_batches() -> None:
 
 
 def test_percentile_leaves_out_one_in_ten_thousand() -> None:
-    """Of 1 … 2^16 / 256 in bf16, a hundred-thousandth of outliers is left out and a thousandth is not."""
+    """Of 100,000 magnitudes one outlier is left out, and a hundred more are not."""
     x = torch.ones(1000, 100)
     x[0, 0] = 1000.0
     assert calibrate(one_layer(100), [x], "percentile") == {"0": 1.0 / 448}
@@ -42,7 +41,7 @@ def test_no_feature_is_left_out_of_a_percentile() -> None:
 
 
 def test_mse_takes_the_scale_with_the_least_error() -> None:
-    """Three values: at amax 8 the many 0.55s fall between codes; the brute force over shares says which is best."""
+    """Against the sum of squares over the data itself, which is bf16."""
     x = torch.cat([torch.randn(500, 16).bfloat16().float(), torch.full((1, 16), 8.0)])
 
     def error(share: int) -> float:
@@ -160,4 +159,7 @@ def test_errors_name_what_was_found() -> None:
         calibrate(one_layer(), [torch.ones(1, 16)], "median")
     with pytest.raises(ValueError, match="got no batch: give at least one"):
         calibrate(one_layer(), iter(()))
-    assert E4M3.max == 448
+    model = one_layer()
+    freeze(model)
+    with pytest.raises(ValueError, match="Sequential has no linear layer to calibrate: calibrate before freezing"):
+        calibrate(model, [torch.ones(1, 16)])

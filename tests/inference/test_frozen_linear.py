@@ -220,6 +220,7 @@ def test_a_gradient_asked_of_it_is_refused_and_not_lost(scheme: str) -> None:
     with pytest.raises(RuntimeError, match=r"passes no gradient: train with octavo\.convert"):
         residual.sum().backward()
     assert not layer(x.detach()).requires_grad
+    assert torch.equal(layer(x).relu_(), layer(x).relu()), "what follows may work in place"
 
 
 @pytest.mark.parametrize("scale", [None, 0.0, -1.0, math.inf, math.nan, 1e-40])

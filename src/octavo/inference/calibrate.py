@@ -45,18 +45,20 @@ def calibrate(model: nn.Module, batches: Iterable[Any], method: Method = "max") 
         value = code * scale; positive, from 2^-126 to 2^126.
 
     Raises:
-        ValueError: an unknown method, or no batch.
+        ValueError: an unknown method, no batch, or a model without linear layers.
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}: expected 'max', 'percentile' or 'mse'")
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) or is_conv1d(m)}
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no linear layer to calibrate: calibrate before freezing")
     seen: dict[str, _Seen] = {}
     training = [(module, module.training) for module in model.modules()]
     handles: list[Any] = []
     count = 0
     try:
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Linear) or is_conv1d(module):
-                handles.append(module.register_forward_pre_hook(_hook(name, seen), with_kwargs=True))
+        for name, layer in layers.items():
+            handles.append(layer.register_forward_pre_hook(_hook(name, seen), with_kwargs=True))
         model.eval()
         for batch in batches:
             _call(model, batch)

@@ -193,7 +193,9 @@ class _NoGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, out: Tensor) -> Tensor:
-        return out
+        # Not known as a view of `out`, which could not be changed in place by what follows.
+        same: Tensor = torch.ops.aten._unsafe_view.default(out, out.shape)
+        return same
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:

@@ -57,7 +57,7 @@ def is_supported(what: Feature, device: torch.device | str | None = None) -> Sup
         # The device's own properties can only be asked of one that is there.
         if not torch.cuda.is_available():
             return Support(what, ("no CUDA device is available",))
-        where = torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
+        where = torch.device("cuda", torch.cuda.current_device()) if where == torch.device("cuda") else where
         count = torch.cuda.device_count()
         if where.index >= count:
             return Support(what, (f"there is no {where}: CUDA devices here are 0 to {count - 1}",))

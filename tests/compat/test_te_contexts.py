@@ -154,6 +154,26 @@ def test_compiled_in_one_graph_and_equal_to_eager(place: str) -> None:
     same_state(plain, other)
 
 
+def test_a_recipe_made_anew_in_every_step_is_not_compiled_anew() -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model(), backend=counter, fullgraph=True)
+    for _ in range(5):
+        with te.fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=4)):
+            out = compiled(torch.randn(16, 64))
+        out.sum().backward()
+    # The first call finds layers without a recipe, the others find them with it.
+    assert counter.frame_count <= 2
+
+
+def test_a_changed_recipe_is_not_shown_where_an_equal_one_was_in_force() -> None:
+    changed = DelayedScaling(amax_history_len=5)
+    context = te.autocast(recipe=changed)
+    changed.amax_history_len = 6
+    with context:
+        shown = FP8GlobalStateManager.get_fp8_recipe()
+    assert shown == octavo.recipes.DelayedScaling(amax_history_len=5)
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing_is_invisible(use_reentrant: bool) -> None:
     fp8 = DelayedScaling(amax_history_len=4)

@@ -9,6 +9,7 @@ Source: transformer_engine/common/recipe/__init__.py of Transformer Engine 2.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -127,12 +128,12 @@ class Recipe:
 
     def _translate_again(self) -> None:
         try:
-            native: recipes.Recipe | None = self.translate()
+            native: recipes.Recipe | None = _standing(self.translate())
             obstacle = ""
         except NotImplementedError as error:
             native, obstacle = None, str(error)
         if native is not None:
-            # For whoever asks what is in force: the context in the runtime knows Octavo's recipe alone.
+            # For `given_recipe`: the context in the runtime knows Octavo's recipe alone.
             object.__setattr__(native, "translated_from", self)
         object.__setattr__(self, "_native", native)
         object.__setattr__(self, "_obstacle", obstacle)
@@ -146,6 +147,18 @@ class Recipe:
         for name, value in wanted.items():
             if value:
                 raise NotImplementedError(f"{type(self).__name__}({name}={value!r}): Octavo does not do this yet")
+
+
+@functools.lru_cache(maxsize=256)
+def _standing(native: recipes.Recipe) -> recipes.Recipe:
+    """One object for equal recipes: code that makes its recipe anew in every step is not compiled anew for it."""
+    return native
+
+
+def given_recipe(native: recipes.Recipe) -> Any:
+    """The recipe here that `native` was translated from; `native` itself if it was made by Octavo's own name."""
+    origin = vars(native).get("translated_from")
+    return origin if origin is not None and origin._native is native else native
 
 
 @dataclass(frozen=True)

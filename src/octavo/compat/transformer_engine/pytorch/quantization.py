@@ -13,7 +13,13 @@ from torch import nn
 
 import octavo.distributed  # noqa: F401  puts the agreement of amaxes across ranks in force
 from octavo import recipes
-from octavo.compat.transformer_engine.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from octavo.compat.transformer_engine.recipe import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+    given_recipe,
+)
 from octavo.kernels.scaled_mm import device_reasons
 from octavo.runtime import LayerState, quantized_init, update_scales
 from octavo.runtime import autocast as octavo_autocast
@@ -165,7 +171,7 @@ class FP8GlobalStateManager:
         frame = current_frame()
         if frame is None or frame.recipe is None:
             return get_default_recipe()
-        return vars(frame.recipe).get("translated_from", frame.recipe)
+        return given_recipe(frame.recipe)
 
     @classmethod
     def get_fp8_group(cls) -> object | None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.compat.transformer_engine.recipe import given_recipe
 from octavo.kernels import delayed_update
 from octavo.runtime import LayerState
 from octavo.scaling import resized_history
@@ -93,6 +94,6 @@ def fp8_meta(state: LayerState) -> dict[str, Any]:
     return {
         "scaling_fwd": ScalingView(state, forward=True),
         "scaling_bwd": ScalingView(state, forward=False),
-        "recipe": None if recipe is None else vars(recipe).get("translated_from", recipe),
+        "recipe": None if recipe is None else given_recipe(recipe),
         "num_gemms": 1,
     }

@@ -7,6 +7,7 @@ BF16. Matrix products outside of FP8 run in BF16 under torch.autocast; weights a
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -44,7 +45,7 @@ class Run:
     peak_memory_gib: float | None = None
 
 
-def parse(description: str, **defaults: Any) -> argparse.Namespace:
+def parse(description: str) -> argparse.Namespace:
     """The command line that both examples share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--preset", choices=sorted(vit_model.PRESETS), default="small")
@@ -66,8 +67,10 @@ def parse(description: str, **defaults: Any) -> argparse.Namespace:
     only.add_argument("--bf16", action="store_true", help="BF16 only")
     parser.add_argument("--json", type=Path, help="append one line for each training to this file")
     parser.add_argument("--seed", type=int, default=0)
-    parser.set_defaults(**defaults)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.json is not None and not args.json.resolve().parent.is_dir():
+        parser.error(f"--json {args.json}: there is no folder {args.json.resolve().parent}")
+    return args
 
 
 def precisions(args: argparse.Namespace) -> list[str]:
@@ -114,10 +117,13 @@ def train(
     generator = torch.Generator().manual_seed(args.seed)
     images = torch.randn(run.batch_size, 3, size.img_size, size.img_size, generator=generator).to(at)
     labels = torch.randint(size.num_classes, (run.batch_size,), generator=generator).to(at)
+    torch.compiler.reset()  # what was compiled for an earlier training would keep its weights alive
+    gc.collect()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     model = compiled(model, args.compile)
     times = []
     if at.type == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     for step in range(args.steps):
         start = time.perf_counter()

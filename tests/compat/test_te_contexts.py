@@ -105,6 +105,10 @@ def test_availability_without_a_gpu_says_that_fp8_is_emulated() -> None:
     assert available is False
     assert "emulates" in reason
     assert te.is_mxfp8_available(return_reason=True)[1].startswith("MXFP8BlockScaling")
+    # The older names answer with the reason at once.
+    assert te.fp8.check_fp8_support() == FP8GlobalStateManager.is_fp8_available() == (False, reason)
+    assert te.fp8.check_mxfp8_support() == FP8GlobalStateManager.is_mxfp8_available()
+    assert te.quantization.check_nvfp4_support()[0] is False
 
 
 def test_pending_amaxes_of_gradients_are_folded_on_demand() -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from octavo.compat.transformer_engine.pytorch.quantization import (
     FP8GlobalStateManager,
+    check_fp8_block_scaling_support,
+    check_fp8_support,
+    check_mxfp8_support,
+    check_nvfp4_support,
     fp8_autocast,
     fp8_model_init,
     get_default_recipe,
@@ -11,11 +15,13 @@ from octavo.compat.transformer_engine.pytorch.quantization import (
 )
 
 get_default_fp8_recipe = get_default_recipe
-check_fp8_support = is_fp8_available
 
 __all__ = [
     "FP8GlobalStateManager",
+    "check_fp8_block_scaling_support",
     "check_fp8_support",
+    "check_mxfp8_support",
+    "check_nvfp4_support",
     "fp8_autocast",
     "fp8_model_init",
     "get_default_fp8_recipe",

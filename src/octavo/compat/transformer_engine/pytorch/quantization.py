@@ -136,12 +136,34 @@ def is_bf16_available(return_reason: bool = False) -> bool | Reason:
     return _answer(["compute capability below 8.0: no BF16 units"] if old else [], return_reason)
 
 
+def check_fp8_support() -> Any:
+    """`is_fp8_available` with its reason: (available, why not)."""
+    return is_fp8_available(return_reason=True)
+
+
+def check_mxfp8_support() -> Any:
+    """`is_mxfp8_available` with its reason."""
+    return is_mxfp8_available(return_reason=True)
+
+
+def check_fp8_block_scaling_support() -> Any:
+    """`is_fp8_block_scaling_available` with its reason."""
+    return is_fp8_block_scaling_available(return_reason=True)
+
+
+def check_nvfp4_support() -> Any:
+    """`is_nvfp4_available` with its reason."""
+    return is_nvfp4_available(return_reason=True)
+
+
 class FP8GlobalStateManager:
     """TE's global state, as a view of Octavo's: the context in force, and the layers' own histories."""
 
-    is_fp8_available: Callable[..., Any] = staticmethod(is_fp8_available)
-    is_mxfp8_available: Callable[..., Any] = staticmethod(is_mxfp8_available)
-    is_fp8_block_scaling_available: Callable[..., Any] = staticmethod(is_fp8_block_scaling_available)
+    # Each gives (available, why not), as there.
+    is_fp8_available: Callable[[], Reason] = staticmethod(check_fp8_support)
+    is_mxfp8_available: Callable[[], Reason] = staticmethod(check_mxfp8_support)
+    is_fp8_block_scaling_available: Callable[[], Reason] = staticmethod(check_fp8_block_scaling_support)
+    is_nvfp4_available: Callable[[], Reason] = staticmethod(check_nvfp4_support)
 
     @classmethod
     def reset(cls) -> None:
@@ -216,6 +238,10 @@ def _answer(reasons: list[str], return_reason: bool) -> bool | Reason:
 __all__ = [
     "FP8GlobalStateManager",
     "autocast",
+    "check_fp8_block_scaling_support",
+    "check_fp8_support",
+    "check_mxfp8_support",
+    "check_nvfp4_support",
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",

@@ -19,6 +19,7 @@ from octavo.compat.transformer_engine.pytorch.main_grad import into_main_grad
 from octavo.compat.transformer_engine.pytorch.scaling_views import fp8_meta
 from octavo.modules import CachedWeight
 from octavo.modules import Linear as OctavoLinear
+from octavo.tensor import QuantizedTensor
 
 # What is_first_microbatch means to octavo.Linear.
 _CACHE: dict[bool | None, CachedWeight | None] = {None: None, True: "refresh", False: "reuse"}
@@ -158,6 +159,8 @@ class Linear(OctavoLinear):
     def _split(self, sizes: dict[str, int]) -> None:
         if self.fuse_wgrad_accumulation:
             refuse("te.Linear(parameters_split=..., fuse_wgrad_accumulation=True)")
+        if isinstance(self.weight, QuantizedTensor):
+            refuse("te.Linear(parameters_split=...) inside quantized_model_init")
         whole = {name: self._parameters.pop(name) for name in ("weight", "bias")}
         for kind, parameter in whole.items():
             if parameter is not None:

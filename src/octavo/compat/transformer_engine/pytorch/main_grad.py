@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.compat.planned import refuse
+
 
 def into_main_grad(weight: Tensor) -> Tensor:
     """`weight`, with its gradient going to `weight.main_grad`.
@@ -20,6 +22,9 @@ def into_main_grad(weight: Tensor) -> Tensor:
     Raises:
         RuntimeError: the weight has no `main_grad`.
     """
+    if torch.compiler.is_compiling():
+        # A gradient that leaves autograd cannot be traced: without fullgraph=True the layer then runs uncompiled.
+        refuse("te.Linear(fuse_wgrad_accumulation=True) under torch.compile")
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         raise RuntimeError(

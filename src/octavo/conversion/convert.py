@@ -69,18 +69,31 @@ def convert(
 def unconvert(model: nn.Module) -> nn.Module:
     """Turn every FP8 linear layer of `model` back into the class it came from, in place; weights stay.
 
-    Delayed-scaling state is dropped. A weight that exists in FP8 alone becomes a parameter of its decoded values.
+    Delayed-scaling state is dropped. A weight that exists in FP8 alone becomes a parameter of its decoded values. A
+    class of somebody's own, derived from an FP8 layer, stays: in high precision outside of `octavo.autocast`.
     """
+    decoded: dict[int, nn.Parameter] = {}  # by the weight, so that what was tied stays so
+    held = []
     for module in model.modules():
         if isinstance(module, FP8LinearMixin):
-            if isinstance(module.weight, QuantizedTensor):
-                values = module.weight.detach().dequantize()
-                module.weight = nn.Parameter(values, requires_grad=module.weight.requires_grad)
-            module.become_plain()
-            module.__class__ = original_class(type(module))  # type: ignore[assignment]
+            weight = module.weight
+            if isinstance(weight, QuantizedTensor):
+                values = nn.Parameter(weight.detach().dequantize(), requires_grad=weight.requires_grad)
+                module.weight = decoded.setdefault(id(weight), values)
+                held.append(weight)  # an id is one weight's only as long as that exists
+            _leave_fp8(module)
         if "_fast_path_activation" in module.__dict__:
             module.activation_relu_or_gelu = module.__dict__.pop("_fast_path_activation")
     return model
+
+
+def _leave_fp8(module: FP8LinearMixin) -> None:
+    original = original_class(type(module))
+    if issubclass(original, FP8LinearMixin):
+        module.become_fp8(None)
+    else:
+        module.become_plain()
+        module.__class__ = original  # type: ignore[assignment]
 
 
 def _convert_layer(layer: Candidate, recipe: Recipe, dry_run: bool) -> LayerReport:

@@ -54,8 +54,11 @@ def fp8_class(kind: type[nn.Module], transposed: bool) -> type[FP8LinearMixin]:
 
 
 def original_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class that a layer of FP8 class `kind` had before, or has when it is converted back."""
-    found: type[nn.Module] = kind.__dict__.get("converted_from", nn.Linear)
+    """The class that a layer of FP8 class `kind` had before, or has when it is converted back.
+
+    A class of somebody's own, derived from an FP8 one, stays what it is.
+    """
+    found: type[nn.Module] = kind.__dict__.get("converted_from", nn.Linear if kind is Linear else kind)
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -51,8 +51,7 @@ def candidates(model: nn.Module, selection: Selection) -> list[Candidate]:
     found = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) or is_conv1d(module):
-            weight = module.weight
-            out_features, in_features = reversed(weight.shape) if is_conv1d(module) else weight.shape
+            out_features, in_features = _extents(module)
             reasons = _structure_reasons(module, never_called)
             if not reasons:
                 reasons = _choice_reasons(name, module, in_features, out_features, selection)
@@ -64,6 +63,15 @@ def unmatched_patterns(found: list[Candidate], selection: Selection) -> list[str
     """Patterns that match no linear layer at all."""
     patterns = [*selection.include, *selection.exclude]
     return [pattern for pattern in patterns if not any(re.search(pattern, layer.name) for layer in found)]
+
+
+def _extents(module: nn.Module) -> tuple[int, int]:
+    """Outputs and inputs of a layer; a lazy one's inputs are 0 until it has run."""
+    weight: Any = module.weight
+    if isinstance(weight, nn.parameter.UninitializedParameter):
+        return int(module.out_features), int(module.in_features)  # type: ignore[arg-type]
+    first, second = weight.shape
+    return (second, first) if is_conv1d(module) else (first, second)
 
 
 def _structure_reasons(module: nn.Module, never_called: dict[int, str]) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._dynamo.testing
 from tests.measures import relative_error
 from torch import nn
 
@@ -317,6 +318,27 @@ def test_copies_and_checkpoints_carry_the_scales() -> None:
     x = torch.randn(4, 32)
     assert torch.equal(step(layer, x), step(twin, x))
     assert torch.equal(step(layer, x), step(loaded, x))
+
+
+def test_a_checkpoint_of_the_original_brings_its_scales() -> None:
+    """Buffers of [1] and [16]; the scale is a multiplier, the newest amax stands in front."""
+    theirs = {"weight": torch.randn(16, 32), "bias": torch.zeros(16)}
+    amaxes = {"x": 7.0, "w": 5.0, "dL_dY": 0.5}
+    for suffix, amax in amaxes.items():
+        limit = 57344.0 if suffix == "dL_dY" else 448.0
+        theirs[f"fp8_amax_{suffix}"] = torch.tensor([amax])
+        theirs[f"fp8_amax_history_{suffix}"] = torch.tensor([amax, amax / 2] + [0.0] * 14)
+        theirs[f"fp8_scale_{suffix}"] = torch.tensor([limit / amax])
+    net = nn.Sequential(Float8Linear(32, 16))
+    net.load_state_dict({f"0.{name}": value for name, value in theirs.items()})
+    for suffix in amaxes:
+        assert torch.equal(getattr(net[0], f"fp8_amax_history_{suffix}"), theirs[f"fp8_amax_history_{suffix}"])
+        expected = theirs[f"fp8_scale_{suffix}"].item()
+        assert getattr(net[0], f"fp8_scale_{suffix}").item() == pytest.approx(expected, rel=TWICE_ROUNDED)
+    step(net, torch.ones(4, 32))
+    sync_float8_amax_and_scale_history(net)
+    # The window still holds 7.
+    assert net[0].fp8_scale_x.item() == pytest.approx(448.0 / 7, rel=TWICE_ROUNDED)
 
 
 @pytest.mark.slow

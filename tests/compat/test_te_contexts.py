@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from octavo.compat.transformer_engine.common.recipe import (
     DelayedScaling,
     Float8CurrentScaling,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from octavo.modules import CachedWeight, Linear
 from octavo.recipes import DelayedScaling
 from octavo.runtime.autocast import in_backward, trains
 from octavo.tensor import OperandState
+
+# The original's suffixes, and the operands they mean.
+_OPERANDS = {"x": "input", "w": "weight", "dL_dY": "grad_output"}
 
 
 class TensorScalingType(enum.Enum):
@@ -141,6 +145,18 @@ class Float8Linear(Linear):
                 " config.enable_pre_and_post_forward = False before the swap to merge several forwards"
             )
         self.amax_and_scale_synced = False
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        for theirs, ours in _OPERANDS.items():
+            state_dict.pop(f"{prefix}fp8_amax_{theirs}", None)
+            scale = state_dict.pop(f"{prefix}fp8_scale_{theirs}", None)
+            history = state_dict.pop(f"{prefix}fp8_amax_history_{theirs}", None)
+            if scale is not None and history is not None:
+                # Its scale is a multiplier; its history has the newest in front, ours at the end, behind the open step.
+                past = history[: history.shape[0] - 1].flip(0)
+                state_dict[f"{prefix}{ours}_scale"] = scale.reciprocal()
+                state_dict[f"{prefix}{ours}_amax_history"] = torch.cat([past.new_zeros(1), past])
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     # What code in the wild reads of the original's buffers. Its scale is the multiplier.
 

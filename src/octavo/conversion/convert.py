@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from octavo.conversion.converted import fp8_class, is_conv1d, original_class
+from octavo.conversion.fast_path import leave_fast_path, restore_fast_path
 from octavo.conversion.gain import expected_gain
 from octavo.conversion.report import ConversionReport, LayerReport
 from octavo.conversion.selection import Candidate, LayerFilter, candidates, checked_selection, unmatched_patterns
@@ -57,7 +58,7 @@ def convert(
     found = candidates(model, selection)
     rows = [_convert_layer(layer, chosen, dry_run) for layer in found]
     converted = {id(layer.module) for layer, row in zip(found, rows, strict=True) if row.converted}
-    remarks = [] if dry_run else _leave_fast_path(model, converted)
+    remarks = [] if dry_run else leave_fast_path(model, converted)
     report = ConversionReport(
         tuple(rows), tuple(unmatched_patterns(found, selection)), tuple(remarks), dry_run, _device(model)
     )
@@ -82,8 +83,7 @@ def unconvert(model: nn.Module) -> nn.Module:
                 module.weight = decoded.setdefault(id(weight), values)
                 held.append(weight)  # an id is one weight's only as long as that exists
             _leave_fp8(module)
-        if "_fast_path_activation" in module.__dict__:
-            module.activation_relu_or_gelu = module.__dict__.pop("_fast_path_activation")
+        restore_fast_path(module)
     return model
 
 
@@ -128,19 +128,6 @@ def _become_fp8(module: nn.Module, recipe: Recipe | None, name: str) -> None:
     assert isinstance(module, FP8LinearMixin), "the class it has just been given"
     module.become_fp8(recipe, name)
     module.delayed_state.measure_next()
-
-
-def _leave_fast_path(model: nn.Module, converted: set[int]) -> list[str]:
-    """nn.TransformerEncoderLayer's inference path reads weights without calling its Linears: turn it off where they are
-    converted, or evaluation would silently run in high precision."""
-    remarks = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and {id(module.linear1), id(module.linear2)} & converted:
-            if "_fast_path_activation" not in module.__dict__:
-                module.__dict__["_fast_path_activation"] = module.activation_relu_or_gelu
-            module.activation_relu_or_gelu = 0
-            remarks.append(f"{name or '(root)'}: the fused inference path is off, it would bypass its FP8 layers.")
-    return remarks
 
 
 def _device(model: nn.Module) -> str:

@@ -42,6 +42,7 @@ TIMES = {
     "seconds",
     "date",
     "source",
+    "git_commit",
 }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from octavo.study.atomic import replacing, write_json
-from octavo.study.budget import TimeBudget, fit
+from octavo.study.budget import TimeBudget, TrainingCost, fit, fit_training
 from octavo.study.record import Record, read_rows
 
 
@@ -82,7 +82,20 @@ def test_what_does_not_fit_shrinks_and_says_so() -> None:
             "what": "steps",
             "wanted": 10,
             "used": 4,
-            "why": "1 s each, 4 s left for this phase by the time limit",
+            "why": "1 s each, 4 s left for them by the time limit",
         }
     ]
     assert fit(10, 1.0, 0.0, phase="p", what="steps")[0] == 1
+
+
+def test_training_gives_up_validations_before_steps() -> None:
+    cost = TrainingCost(step_s=1.0, validation_s=5.0, closing_s=10.0)
+    assert fit_training(20, 4, cost, None, "p") == ([20, 4], [])
+    assert fit_training(20, 4, cost, 50.0, "p") == ([20, 4], [])
+    (steps, validations), rows = fit_training(20, 4, cost, 40.0, "p")  # 30 s: 7.5 for validations, one; 25 steps fit
+    assert (steps, validations) == (20, 1)
+    assert [(row["what"], row["used"]) for row in rows] == [("validations", 1)]
+    (steps, validations), rows = fit_training(20, 4, cost, 22.0, "p")
+    assert (steps, validations) == (7, 1)
+    assert [row["what"] for row in rows] == ["validations", "steps"]
+    assert fit_training(20, 4, cost, 0.0, "p")[0] == [1, 1]

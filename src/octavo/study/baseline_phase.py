@@ -9,15 +9,15 @@ from pathlib import Path
 
 from torch import nn
 
-from octavo.study.budget import fit
+from octavo.study.budget import TrainingCost, fit_training
 from octavo.study.checkpoint import load_weights, save_weights
 from octavo.study.record import Row
 from octavo.study.run import Run
 from octavo.study.training import BEST, Precision, Trainer, TrainingPlan, training_context, validation_row
 
 BASELINE = "baseline"
-_PROBE_STEPS = 4
-_OVERHEAD = 1.15  # validation and logging beside the steps themselves
+_PROBE_STEPS = 3
+_OVERHEAD = 1.1  # logging and checkpoints beside the steps themselves
 
 
 def train_baseline(run: Run) -> list[Row]:
@@ -26,13 +26,13 @@ def train_baseline(run: Run) -> list[Row]:
     settings = run.settings
     if settings.model_dir is not None and settings.steps is None and settings.epochs is None:
         return pretrained_baseline(run, model)
-    steps, rows = baseline_steps(run, model)
+    (steps, validations), rows = baseline_steps(run, model)
     preset = run.preset
     plan = TrainingPlan(
         steps=steps,
         learning_rate=preset.learning_rate,
         warmup=preset.warmup,
-        evaluate_every=max(1, steps // preset.evaluations),
+        evaluate_every=-(-steps // validations),
         log_every=1 if run.device.type == "cpu" else 10,
         seed=run.settings.seed,
         dtype=run.half,
@@ -64,17 +64,24 @@ def pretrained_baseline(run: Run, model: nn.Module) -> list[Row]:
     return [validation_row(BASELINE, run.settings.dtype, run.settings.seed, 0, result)]
 
 
-def baseline_steps(run: Run, model: nn.Module) -> tuple[int, list[Row]]:
-    """The number of steps: asked for, or by epochs, shrunk to the time limit; and the `adjustment` row if shrunk."""
+def baseline_steps(run: Run, model: nn.Module) -> tuple[list[int], list[Row]]:
+    """Steps and validations: as asked for, or by epochs, shrunk to the time limit; and the `adjustment` rows."""
     settings = run.settings
     wanted = run.preset.steps
     if settings.epochs is not None:
         wanted = max(1, round(settings.epochs * run.batches(settings.seed).steps_per_epoch))
+    validations = min(wanted, run.preset.evaluations)
+    if run.budget.limit_s is None or run.is_decided("baseline-steps"):
+        return run.decided("baseline-steps", [wanted, validations], [])
+    step_s = step_seconds(run, copy.deepcopy(model), Precision(method=settings.dtype)) * _OVERHEAD
+    cost = TrainingCost(step_s=step_s, validation_s=step_s * forward_steps(run, run.preset.validation_tokens))
     available = run.budget.seconds_for(BASELINE)
-    if available is None or run.is_decided("baseline-steps"):
-        return run.decided("baseline-steps", wanted, [])
-    seconds = step_seconds(run, copy.deepcopy(model), Precision(method=settings.dtype)) * _OVERHEAD
-    return run.decided("baseline-steps", *fit(wanted, seconds, available, phase=BASELINE, what="steps"))
+    return run.decided("baseline-steps", *fit_training(wanted, validations, cost, available, BASELINE))
+
+
+def forward_steps(run: Run, tokens: int) -> float:
+    """What evaluating on so many tokens costs, in training steps: a forward is a third of a step."""
+    return tokens / (run.preset.batch_size * run.shape.context) / 3
 
 
 def step_seconds(run: Run, model: nn.Module, precision: Precision) -> float:

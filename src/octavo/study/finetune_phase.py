@@ -15,8 +15,8 @@ from octavo.conversion import convert, unconvert
 from octavo.recipes import CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 from octavo.runtime import count_gemms, update_scales
 from octavo.study.atomic import read_json, write_json
-from octavo.study.baseline_phase import baseline_model, compiled, step_seconds
-from octavo.study.budget import fit
+from octavo.study.baseline_phase import baseline_model, compiled, forward_steps, step_seconds
+from octavo.study.budget import TrainingCost, fit_training
 from octavo.study.checkpoint import save_weights
 from octavo.study.environment import has_native_fp8
 from octavo.study.evaluation import Evaluation
@@ -29,6 +29,8 @@ from octavo.study.training import Precision, Trainer, TrainingPlan, TrainingResu
 
 FINETUNE = "finetune"
 WEIGHTS = "model.safetensors"
+_VALIDATIONS = 3  # of each method
+_OVERHEAD = 1.1  # watching and logging beside the steps themselves
 _SEED_OFFSET = 1  # another order than the baseline's, the same for every method
 _WATCHED = 10  # points of the scale history
 _HISTORY = 16  # amax history: as long as a short fine-tuning can fill
@@ -56,26 +58,41 @@ def tuning_methods(half: str) -> list[TuningMethod]:
 def finetune(run: Run) -> list[Row]:
     """Fine-tune with every method; rows `train_step`, `validation`, `scale_history`, `finetune`, `adjustment`."""
     methods = tuning_methods(run.settings.dtype)
-    steps, rows = finetune_steps(run, methods)
+    (steps, validations), rows = finetune_steps(run, methods)
     run.progress.phase(FINETUNE, steps * len(methods), "steps")
     for method in methods:
         run.stop.check()
-        rows.extend(tuned(run, method, steps))
+        rows.extend(tuned(run, method, steps, validations))
     return rows
 
 
-def finetune_steps(run: Run, methods: list[TuningMethod]) -> tuple[int, list[Row]]:
-    """The number of steps of each method, shrunk to the time limit, and the `adjustment` row if shrunk."""
+def finetune_steps(run: Run, methods: list[TuningMethod]) -> tuple[list[int], list[Row]]:
+    """Steps and validations of each method, shrunk to the time limit, and the `adjustment` rows if shrunk."""
     wanted = run.preset.finetune_steps
-    available = run.budget.seconds_for(FINETUNE)
-    if available is None or run.is_decided("finetune-steps"):
-        return run.decided("finetune-steps", wanted, [])
-    seconds = 0.0
+    validations = min(wanted, _VALIDATIONS)
+    if run.budget.limit_s is None or run.is_decided("finetune-steps"):
+        return run.decided("finetune-steps", [wanted, validations], [])
+    step_s = 0.0
     for method in methods:
-        model = baseline_model(run)
-        seconds += step_seconds(run, prepared(model, method), precision_of(method, watch_every=None)) * 1.1
-    # A quarter of the time is for the evaluations as served.
-    return run.decided("finetune-steps", *fit(wanted, seconds, 0.75 * available, phase=FINETUNE, what="steps"))
+        model = prepared(baseline_model(run), method)
+        step_s += step_seconds(run, model, precision_of(method, watch_every=None)) * _OVERHEAD
+    cost = TrainingCost(
+        step_s=step_s,
+        validation_s=step_s * forward_steps(run, validation_tokens(run)),
+        closing_s=2 * step_s * forward_steps(run, test_tokens(run)),  # as served, and in 16 bits
+    )
+    available = run.budget.seconds_for(FINETUNE)
+    return run.decided("finetune-steps", *fit_training(wanted, validations, cost, available, FINETUNE))
+
+
+def test_tokens(run: Run) -> int:
+    """As many test tokens as quantization without training was measured on."""
+    return run.decided("test-tokens", [run.preset.test_tokens], [])[0][0]
+
+
+def validation_tokens(run: Run) -> int:
+    """Half of the baseline's, and no more than the test has."""
+    return min(run.preset.validation_tokens // 2, test_tokens(run))
 
 
 def prepared(model: nn.Module, method: TuningMethod) -> nn.Module:
@@ -96,7 +113,7 @@ def precision_of(method: TuningMethod, watch_every: int | None) -> Precision:
     return Precision(method=method.key, after_backward=update_scales, watching=watching)
 
 
-def tuned(run: Run, method: TuningMethod, steps: int) -> list[Row]:
+def tuned(run: Run, method: TuningMethod, steps: int, validations: int) -> list[Row]:
     """The rows of one method: from its file if an earlier start finished it, else by training."""
     path = run.folder / FINETUNE / f"{method.key}.json"
     if path.exists():
@@ -109,7 +126,7 @@ def tuned(run: Run, method: TuningMethod, steps: int) -> list[Row]:
         steps=steps,
         learning_rate=preset.finetune_learning_rate,
         warmup=min(preset.warmup, max(1, steps // 10)),
-        evaluate_every=max(1, steps // 3),
+        evaluate_every=-(-steps // validations),
         log_every=1 if run.device.type == "cpu" else 5,
         seed=run.settings.seed + _SEED_OFFSET,
         dtype=run.half,
@@ -119,7 +136,7 @@ def tuned(run: Run, method: TuningMethod, steps: int) -> list[Row]:
         compiled(run, model),
         plan,
         run.batches(plan.seed),
-        run.evaluator("validation", preset.validation_tokens // 2),
+        run.evaluator("validation", validation_tokens(run)),
         phase=FINETUNE,
         precision=precision_of(method, None if run.settings.compile else max(1, steps // _WATCHED)),
         folder=run.folder / FINETUNE / method.key,
@@ -158,7 +175,7 @@ def reseeded(rows: list[Row], seed: int) -> list[Row]:
 def served_evaluations(run: Run, model: nn.Module, method: TuningMethod) -> tuple[Evaluation, Evaluation]:
     """The fine-tuned model, unconverted, on the test split: as served, and in 16 bits. `model` is used up."""
     model.to(run.half).eval().requires_grad_(False)
-    evaluate = run.evaluator("test", run.decided("test-tokens", run.preset.test_tokens, [])[0])
+    evaluate = run.evaluator("test", test_tokens(run))
     plain = evaluate(model, lambda: serving_context(run))
     if method.recipe is None:
         return plain, plain

@@ -29,6 +29,7 @@ from octavo.study.serving import ServingMethod, execution_of, linear_layers, mod
 from octavo.study.transformer_engine import transformer_engine_reason, transformer_engine_row
 
 PTQ = "ptq"
+_ALWAYS = 2  # methods that are measured however late it is: 16 bits and row-wise
 _CALIBRATION_BATCHES = 8
 _EMULATION_COST = 4.0  # how much slower than 16 bits an emulated method may be, for planning only
 
@@ -45,7 +46,7 @@ def quantize_baseline(run: Run) -> list[Row]:
     start = time.monotonic()
     for number, method in enumerate(methods):
         run.stop.check()
-        if number and deadline is not None and time.monotonic() - start > deadline:
+        if number >= _ALWAYS and deadline is not None and time.monotonic() - start > deadline:
             left = [each.key for each in methods[number:]]
             rows.append(_adjustment("methods", len(methods), number, f"no time left for {', '.join(left)}"))
             break
@@ -92,15 +93,18 @@ def test_tokens(run: Run, reference: nn.Module, num_methods: int) -> tuple[int, 
     wanted = min(preset.test_tokens, (run.data.test.numel() - 1) // context * context)
     available = run.budget.seconds_for(PTQ)
     if available is None or run.is_decided("test-tokens"):
-        return run.decided("test-tokens", wanted, [])
+        (tokens,), rows = run.decided("test-tokens", [wanted], [])
+        return tokens, rows
     per_batch = preset.evaluation_batch * context
     evaluate = run.evaluator("test", per_batch)
     start = time.monotonic()
     evaluate(reference, lambda: serving_context(run))
     cost = _EMULATION_COST if run.device.type == "cpu" else 1.5
     seconds = (time.monotonic() - start) / per_batch * context * cost * num_methods * 2  # half is for speed and layers
-    windows, rows = fit(wanted // context, seconds, available, phase=PTQ, what="windows of the test split")
-    return run.decided("test-tokens", windows * context, rows)
+    least = min(wanted // context, preset.evaluation_batch)
+    windows, rows = fit(wanted // context, seconds, available, phase=PTQ, what="windows of the test split", least=least)
+    (tokens,), rows = run.decided("test-tokens", [windows * context], rows)
+    return tokens, rows
 
 
 def measured(

@@ -84,8 +84,8 @@ class Run:
             max_tokens=max_tokens,
         )
 
-    def decided(self, name: str, decide: int, rows: list[Row]) -> tuple[int, list[Row]]:
-        """A number fitted to the time limit, remembered so that a resumed run uses the same one.
+    def decided(self, name: str, decide: list[int], rows: list[Row]) -> tuple[list[int], list[Row]]:
+        """Numbers fitted to the time limit, remembered so that a resumed run uses the same ones.
 
         Gives what an earlier start of this run stored under `name`, or stores `decide` with its rows.
         """

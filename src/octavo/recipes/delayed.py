@@ -66,9 +66,8 @@ class DelayedScaling(Recipe):
             format=format_for(self.format, operand), scaling="delayed", inf_to_nan=operand == "grad_output"
         )
 
-    @property
-    def delayed(self) -> DelayedUpdate:
-        """How the histories are updated."""
+    def histories(self) -> DelayedUpdate:
+        """How they are updated."""
         return DelayedUpdate(
             amax_history_len=self.amax_history_len,
             algorithm=self.amax_compute_algo,

@@ -88,7 +88,9 @@ class Recipe(ABC):
     backward: Literal["fp8", "high_precision"] = "fp8"
     overrides: Any = ()
 
-    linear: ClassVar[LinearSpecs]  # of each instance, set by `complete`
+    # Of each instance, set by `complete`: every call of every layer asks for them.
+    linear: ClassVar[LinearSpecs]
+    delayed: ClassVar[DelayedUpdate | None]
 
     def __post_init__(self) -> None:
         if self.backward not in ("fp8", "high_precision"):
@@ -102,7 +104,7 @@ class Recipe(ABC):
         object.__setattr__(self, "overrides", tuple(_checked_override(pair) for pair in pairs))
 
     def complete(self) -> None:
-        """Ask `spec` everything once; the last line of every recipe's `__post_init__`."""
+        """Ask `spec` and `histories` everything once; the last line of every recipe's `__post_init__`."""
         x, w = self.spec("fprop", "input"), self.spec("fprop", "weight")
         dgrad, wgrad = self.spec("dgrad", "grad_output"), self.spec("wgrad", "grad_output")
         if x is None or w is None:
@@ -112,13 +114,13 @@ class Recipe(ABC):
         # A gradient that no FP8 product takes still needs a spec to stand there; it is never used.
         specs = LinearSpecs(x, w, dgrad or wgrad or x, dgrad is not None, wgrad is not None)
         object.__setattr__(self, "linear", specs)
+        object.__setattr__(self, "delayed", self.histories())
 
     @abstractmethod
     def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:
         """How `operand` enters `gemm`; None if that product runs in high precision."""
 
-    @property
-    def delayed(self) -> DelayedUpdate | None:
+    def histories(self) -> DelayedUpdate | None:
         """How amax histories are updated; None for a recipe without them."""
         return None
 

@@ -131,12 +131,15 @@ def _fresh_call(state: LayerState, own: Recipe | None, name: str | None) -> Call
 
 def _fixed(state: LayerState, call: Call) -> Call:
     """The call as its recompute runs it: with the very tensors that held the scales."""
-    if call.recipe is None or call.recipe.delayed is None:
-        return call._replace(gather=False)
-    return call._replace(
-        gather=False,
-        input_scales=None if call.from_data[0] else (state.input.multiplier, state.input.scale),
-        weight_scales=None if call.from_data[1] else (state.weight.multiplier, state.weight.scale),
+    recipe, _, _, _, from_data = call
+    if recipe is None or recipe.delayed is None:
+        return call
+    return Call(
+        recipe,
+        False,
+        None if from_data[0] else (state.input.multiplier, state.input.scale),
+        None if from_data[1] else (state.weight.multiplier, state.weight.scale),
+        from_data,
     )
 
 

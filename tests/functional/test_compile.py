@@ -190,3 +190,15 @@ def test_a_converted_model_evaluates_compiled_without_changing_its_state() -> No
     assert bool(y.isfinite().all())
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]), key
+
+
+@pytest.mark.parametrize("make", [lambda: DelayedScaling(amax_history_len=4), CurrentScaling])
+def test_an_equal_recipe_made_anew_each_step_compiles_nothing_anew(make: Callable[[], Recipe]) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    model = nn.Sequential(octavo.Linear(16, 16), octavo.Linear(16, 16))
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for _ in range(8):
+        with octavo.autocast(recipe=make()):
+            y = compiled(torch.randn(8, 16))
+        y.sum().backward()
+    assert counter.frame_count <= 2

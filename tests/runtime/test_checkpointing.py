@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -282,3 +283,23 @@ def test_a_checkpoint_inside_a_compiled_function(recipe: str) -> None:
         return three_steps(step)
 
     assert_same(run(False), run(True))
+
+
+@pytest.mark.parametrize("how", ["none", *CHECKPOINTS])
+def test_a_backward_in_another_thread(how: str) -> None:
+    """As on a GPU, where autograd has threads of its own: neither the context nor the tape is found in them."""
+    results = []
+    for elsewhere in (False, True):
+        torch.manual_seed(0)
+        model, x = network(), torch.randn(8, 16).requires_grad_()
+        for _ in range(2):
+            with octavo.autocast(recipe=DELAYED):
+                y = CHECKPOINTS.get(how, plain)(model, x)
+            thread = threading.Thread(target=y.sum().backward)
+            if elsewhere:
+                thread.start()
+                thread.join()
+            else:
+                thread.run()
+        results.append(seen(model, y, x.grad))
+    assert_same(*results)

@@ -24,7 +24,7 @@ import sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {packages!r}:
-            raise ImportError(f"{{name}} is blocked by this test", name=name)
+            raise ModuleNotFoundError(f"{{name}} is blocked by this test", name=name)
 
 sys.meta_path.insert(0, Blocked())
 """
@@ -59,7 +59,7 @@ def measured(code: str) -> Any:
 
 def test_the_block_blocks() -> None:
     result = python("import rich.table", "rich", check=False)
-    assert "ImportError: rich is blocked by this test" in result.stderr
+    assert "ModuleNotFoundError: rich is blocked by this test" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Octavo: FP8 training and inference of transformers in PyTorch."""
 
-from octavo import distributed, inference, inspection, recipes
+from octavo import compat, distributed, inference, inspection, recipes
 from octavo.conversion import ConversionReport, convert, state_dict, unconvert
 from octavo.formats import E4M3, E5M2, E8M0, Format, cast, finfo
 from octavo.inference import calibrate
@@ -27,6 +27,7 @@ __all__ = [
     "cast",
     "cast_to_representable",
     "checkpoint",
+    "compat",
     "convert",
     "count_gemms",
     "distributed",

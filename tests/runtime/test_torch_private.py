@@ -90,3 +90,11 @@ def test_inference_tensors_have_no_version() -> None:
     assert (x.is_inference(), y.is_inference()) == (True, False)
     with pytest.raises(RuntimeError, match="do not track version"):
         x._version  # noqa: B018
+
+
+def test_assume_constant_result_only_marks_the_function() -> None:
+    def function() -> None:
+        raise AssertionError("never called")
+
+    assert torch.compiler.assume_constant_result(function) is function
+    assert vars(function) == {"_dynamo_marked_constant": True}

@@ -160,13 +160,16 @@ def _repeated_call(state: LayerState) -> Call | None:
     return used
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # Dynamo runs it while it traces
 def _side_effects_in_forward_only(allowed: bool) -> bool:
     """Set Dynamo's rule for side effects of a checkpointed function; gives back what it was."""
     config: Any = torch._dynamo.config
     before: bool = config.skip_fwd_side_effects_in_bwd_under_checkpoint
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = allowed
     return before
+
+
+# Dynamo runs it while it traces. (torch.compiler.assume_constant_result sets this, and imports Dynamo to do so.)
+_side_effects_in_forward_only._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:

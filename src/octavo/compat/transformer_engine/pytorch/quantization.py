@@ -29,7 +29,6 @@ from octavo.runtime.layer_state import registered_states
 Reason = tuple[bool, str]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _default_name() -> str:
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
@@ -38,6 +37,10 @@ def _default_name() -> str:
         if capability >= (10, 0):
             return "mxfp8"
     return "delayed"
+
+
+# Dynamo asks once. (torch.compiler.assume_constant_result sets this, and imports Dynamo to do so.)
+_default_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 _DEFAULTS: dict[str, Callable[[], Recipe]] = {

@@ -259,6 +259,7 @@ CHANGES: dict[str, Callable[[nn.Linear], object]] = {
     "load_state_dict": lambda layer: layer.load_state_dict(nn.Linear(32, 16).state_dict()),
     "in-place add_": lambda layer: layer.weight.detach().add_(0.5),
     "another parameter": lambda layer: setattr(layer, "weight", nn.Parameter(torch.randn(16, 32))),
+    "other data": lambda layer: setattr(layer.weight, "data", torch.randn(16, 32)),
     "another dtype and back": lambda layer: layer.half().float(),
 }
 

@@ -53,7 +53,7 @@ class FP8LinearMixin(nn.Module):
     observer: Observer | None
     weight: Any  # a Parameter; a QuantizedTensor if it exists in FP8 alone
     bias: Any  # a Parameter or None
-    _weight_cache: tuple[weakref.ref[Tensor], int, QuantizeSpec, Operand] | None
+    _weight_cache: tuple[weakref.ref[Tensor], tuple[int, int], QuantizeSpec, Operand] | None
 
     def become_fp8(self, recipe: Recipe | None, name: str | None = None) -> None:
         """Give a linear layer what this class needs; parameters stay as they are."""
@@ -114,15 +114,15 @@ class FP8LinearMixin(nn.Module):
         if torch.compiler.is_compiling():
             # Whether the weight has changed since cannot be traced: compiled code quantizes each call.
             return None
-        cache, version = self._weight_cache, _version(self.weight)
+        cache, contents = self._weight_cache, _contents(self.weight)
         if mode == "reuse" and cache is not None:
             cached, *what, operand = cache
-            if cached() is self.weight and what == [version, plan.weight_spec]:
+            if cached() is self.weight and what == [contents, plan.weight_spec]:
                 return operand
         # Also under inference_mode: the next micro-batch may train.
         with torch.inference_mode(False), torch.no_grad():
             operand = quantize_weight(weight, plan, True, True)
-        self._weight_cache = (weakref.ref(self.weight), version, plan.weight_spec, operand)
+        self._weight_cache = (weakref.ref(self.weight), contents, plan.weight_spec, operand)
         return operand
 
     def _notice_forgotten_update(self) -> None:
@@ -194,8 +194,8 @@ class Linear(FP8LinearMixin, nn.Linear):
         Args:
             input: [..., in_features].
             cached_weight: for micro-batches between which the weight does not change. "refresh" quantizes the weight
-                and keeps the codes, "reuse" takes them as long as the weight is the same (else it quantizes); None
-                quantizes and keeps nothing.
+                and keeps the codes, "reuse" takes them as long as the weight is the same, else it quantizes; None
+                quantizes and keeps nothing. Only what is written into `weight.data` goes unnoticed.
         """
         return self.run(input, cached_weight)
 
@@ -236,6 +236,12 @@ class _InitialValue:
 
     def clear(self) -> None:
         self.value = None
+
+
+def _contents(weight: Tensor) -> tuple[int, int]:
+    """What tells that a weight holds other values: how often it was changed, and its memory, for `weight.data = other`."""
+    memory = weight.codes if isinstance(weight, QuantizedTensor) else weight
+    return _version(weight), memory.data_ptr()
 
 
 def _version(weight: Tensor) -> int:

@@ -55,7 +55,6 @@ TimeLimitOption = Annotated[
 OutOption = Annotated[Path | None, typer.Option(help="Folder of the run. Default: runs/<date>-<preset>.")]
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")]
-CompileOption = Annotated[bool, typer.Option("--compile", help="torch.compile the model in training.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
 
@@ -75,7 +74,6 @@ def study(
     out: OutOption = None,
     resume: ResumeOption = False,
     device: DeviceOption = None,
-    compile: CompileOption = False,
     as_json: JsonOption = False,
     dry_run: DryRunOption = False,
 ) -> None:
@@ -103,7 +101,6 @@ def study(
         "dtype": dtype,
         "methods": parse_methods(methods),
         "device": device,
-        "compile": compile or None,
     }
     errors = Console(stderr=True)
     try:

@@ -38,7 +38,7 @@ def train_baseline(run: Run) -> list[Row]:
         dtype=run.half,
     )
     trainer = Trainer(
-        compiled(run, model),
+        model,
         plan,
         run.batches(run.settings.seed),
         run.evaluator("validation", preset.validation_tokens),
@@ -115,11 +115,4 @@ def baseline_model(run: Run) -> nn.Module:
     """A fresh fp32 model with the baseline's best weights, on the run's device."""
     model = run.new_model()
     load_weights(model, baseline_weights(run))
-    return model
-
-
-def compiled(run: Run, model: nn.Module) -> nn.Module:
-    """The model, compiled in place where the settings ask for it (its keys stay)."""
-    if run.settings.compile:
-        model.compile()
     return model

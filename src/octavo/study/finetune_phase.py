@@ -15,7 +15,7 @@ from octavo.conversion import convert, unconvert
 from octavo.recipes import CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 from octavo.runtime import count_gemms, update_scales
 from octavo.study.atomic import read_json, write_json
-from octavo.study.baseline_phase import baseline_model, compiled, forward_steps, step_seconds
+from octavo.study.baseline_phase import baseline_model, forward_steps, step_seconds
 from octavo.study.budget import TrainingCost, fit_training
 from octavo.study.checkpoint import save_weights
 from octavo.study.environment import has_native_fp8
@@ -133,12 +133,12 @@ def tuned(run: Run, method: TuningMethod, steps: int, validations: int) -> list[
         keep_best=False,
     )
     trainer = Trainer(
-        compiled(run, model),
+        model,
         plan,
         run.batches(plan.seed),
         run.evaluator("validation", validation_tokens(run)),
         phase=FINETUNE,
-        precision=precision_of(method, None if run.settings.compile else max(1, steps // _WATCHED)),
+        precision=precision_of(method, max(1, steps // _WATCHED)),
         folder=run.folder / FINETUNE / method.key,
     )
     result = trainer.run(run.progress, run.stop)
@@ -148,8 +148,6 @@ def tuned(run: Run, method: TuningMethod, steps: int, validations: int) -> list[
     save_weights(model, run.folder / FINETUNE / method.key / WEIGHTS)
     served, plain = served_evaluations(run, model, method)
     row = finetune_row(run, method, result, served, plain) | {"fp8_gemms_per_step": gemms}
-    if run.settings.compile and method.recipe is not None:
-        run.notes.append(f"{method.key}: no scale history, compiled code is not watched")
     rows = [clean(each) for each in [*reseeded(result.rows, run.settings.seed), row]]
     write_json(path, rows)
     return rows

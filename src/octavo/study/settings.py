@@ -50,7 +50,7 @@ PRESETS: dict[str, Preset] = {
         steps=800,
         finetune_steps=100,
         learning_rate=3e-3,
-        finetune_learning_rate=1e-3,
+        finetune_learning_rate=3e-4,
         warmup=40,
         evaluations=5,
         validation_tokens=8_192,
@@ -117,7 +117,6 @@ class StudySettings:
     dtype: str = "bf16"
     methods: tuple[str, ...] | None = None
     device: str = "cpu"
-    compile: bool = False
     time_limit_s: float | None = None
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from octavo.conversion.converted import is_conv1d
 from octavo.conversion.gain import expected_gain
 from octavo.kernels.scaled_mm import device_reasons
-from octavo.modules import FP8LinearMixin
+from octavo.modules import OUT_DTYPES, FP8LinearMixin
 
 LayerFilter = Literal["all"] | Callable[[nn.Module, str], bool] | None
 
@@ -88,6 +88,8 @@ def _structure_reasons(module: nn.Module, never_called: dict[int, str]) -> list[
         return ["its weight is parametrized: it is computed, not stored"]
     if isinstance(module.weight, nn.parameter.UninitializedParameter):
         return ["its weight has no shape yet: run one forward first"]
+    if module.weight.dtype not in OUT_DTYPES:
+        return [f"its weight is {module.weight.dtype}: an FP8 layer takes float32, bfloat16 or float16"]
     return []
 
 

@@ -32,7 +32,7 @@ from octavo.runtime import (
 from octavo.tensor import Operand, QuantizedTensor, QuantizeSpec, quantize
 
 CachedWeight = Literal["refresh", "reuse"]
-_OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # After this many optimizer steps without an update the scales are no longer of this training.
 _STALE_STEPS = 2
 
@@ -239,7 +239,7 @@ class _InitialValue:
 
 
 def _contents(weight: Tensor) -> tuple[int, int]:
-    """What tells that a weight holds other values: how often it was changed, and its memory, for `weight.data = other`."""
+    """What tells that a weight holds other values: how often it changed, and where it lies (`weight.data = other`)."""
     memory = weight.codes if isinstance(weight, QuantizedTensor) else weight
     return _version(weight), memory.data_ptr()
 
@@ -253,6 +253,6 @@ def _out_dtype(x: Tensor) -> torch.dtype:
     """The dtype of the output: that of torch.autocast if it is on, else x's."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    if dtype not in _OUT_DTYPES:
+    if dtype not in OUT_DTYPES:
         raise ValueError(f"input has dtype {dtype}: an FP8 layer takes float32, bfloat16 or float16")
     return dtype

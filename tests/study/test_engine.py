@@ -155,6 +155,12 @@ def test_fp16_is_a_baseline_too(micro_settings: StudySettings) -> None:
 
 
 class TestPreflight:
+    def test_a_run_of_another_version(self, micro_settings: StudySettings) -> None:
+        micro_settings.out.mkdir()
+        (micro_settings.out / "settings.json").write_text('{"preset": "micro", "colour": "blue"}')
+        with pytest.raises(ValueError, match=r"begun by another version of Octavo \(its settings differ in colour, "):
+            run_study(micro_settings, resume=True)
+
     def test_a_folder_that_holds_a_run(self, micro_settings: StudySettings) -> None:
         micro_settings.out.mkdir()
         (micro_settings.out / "record.jsonl").write_text('{"kind": "run"}\n')

@@ -162,8 +162,14 @@ class StudySettings:
 
     @classmethod
     def from_json(cls, values: dict[str, Any], out: Path, time_limit_s: float | None) -> StudySettings:
-        """Rebuild what `to_json` gave."""
+        """Rebuild what `to_json` gave. Raises ValueError for what another version of Octavo wrote."""
         fields = dict(values)
+        known = {field.name for field in dataclasses.fields(cls)} - {"out", "time_limit_s"}
+        if set(fields) != known:
+            raise ValueError(
+                f"{out} was begun by another version of Octavo (its settings differ in "
+                f"{', '.join(sorted(set(fields) ^ known))}): finish it with that version, or choose another --out"
+            )
         for name in ("model_dir", "data_dir"):
             fields[name] = None if fields[name] is None else Path(fields[name])
         if fields["methods"] is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from octavo.study import PHASES, DataError, PreflightError, Stop, StudyInterrupted, StudySettings, preflight, run_study
 from octavo.study.settings import PRESETS
@@ -206,3 +207,16 @@ class TestPreflight:
 def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StudySettings(out=Path("x"), **changes)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_fp8_runs_natively_and_memory_is_measured(micro_settings: StudySettings) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no FP8 units")
+    rows = run_study(dataclasses.replace(micro_settings, device="cuda"))
+    execution = {row["method"]: row["execution"] for row in rows if row["kind"] == "ptq"}
+    assert {execution[key] for key in ("tensor_static", "tensor_dynamic", "rowwise", "int8")} == {"native"}
+    assert {execution[key] for key in ("block128", "mxfp8")} == {"emulated"}
+    tuned = [row for row in rows if row["kind"] == "finetune"]
+    assert all(row["peak_memory_bytes"] > 0 for row in tuned)
+    assert {row["execution"] for row in tuned} == {"high precision", "native"}

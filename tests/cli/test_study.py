@@ -120,3 +120,9 @@ def test_the_module_runs_as_a_program_without_the_study_extra() -> None:
     assert result.returncode == 1
     assert "needs typer" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_the_study_as_a_library_names_its_extra_too() -> None:
+    code = "import sys; sys.modules['tokenizers'] = None\nimport octavo.study"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "octavo.study needs tokenizers, which is not installed: pip install octavo[study]" in result.stderr

@@ -4,6 +4,7 @@ Data, a baseline trained in 16 bits, quantization without training, fine-tuning 
 `run_study`.
 """
 
+from octavo.study.available import LIBRARIES
 from octavo.study.corpus import DataError
 from octavo.study.engine import PHASES, preflight, run_study
 from octavo.study.progress import Progress, SilentProgress, Stop, StudyInterrupted, stop_on_interrupt
@@ -13,6 +14,7 @@ from octavo.study.settings import DTYPES, PRESETS, StudySettings
 
 __all__ = [
     "DTYPES",
+    "LIBRARIES",
     "PHASES",
     "PRESETS",
     "DataError",

@@ -33,7 +33,7 @@ class TerminalProgress:
         self._console = console
         self._bars = Progress(
             TextColumn("{task.description:<9}"),
-            BarColumn(bar_width=32),
+            BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[text]}", style="dim"),

@@ -68,6 +68,7 @@ def run_study(
             if not run.record.finished(name):
                 _run_phase(run, name, phase)
     write_report(run.record.rows, settings.out)
+    run.progress.advance(1, "report.html")
     return run.record.rows
 
 

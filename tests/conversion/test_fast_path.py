@@ -50,3 +50,11 @@ def test_unconvert_puts_the_path_back(times: int) -> None:
     assert model.use_nested_tensor
     assert all(layer.activation_relu_or_gelu == 1 for layer in model.layers)
     assert torch.equal(masked(model, x), before)
+
+
+def test_a_printed_model_shows_which_layers_are_fp8() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    octavo.convert(model, CurrentScaling(), exclude=["1"])
+    lines = str(model).splitlines()
+    assert "recipe=CurrentScaling" in lines[1]
+    assert "recipe" not in lines[2]

@@ -112,3 +112,15 @@ def test_representable_values_survive_the_cast_under_their_scale(dtype: torch.dt
     for wrong in (0.0, -2.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="positive"):
             octavo.cast_to_representable(x, scale=wrong)
+
+
+def test_a_format_is_named_by_itself_its_dtype_or_its_name() -> None:
+    x = torch.randn(5, 7)
+    expected = octavo.quantize(x, octavo.E4M3)
+    for name in (torch.float8_e4m3fn, "E4M3"):
+        assert torch.equal(octavo.quantize(x, name), expected)
+        assert torch.equal(octavo.cast(x, name).view(torch.uint8), octavo.cast(x, octavo.E4M3).view(torch.uint8))
+    with pytest.raises(ValueError, match=r"unknown format 'E9M9': the known ones are E4M3"):
+        octavo.quantize(x, "E9M9")
+    with pytest.raises(ValueError, match=r"torch.float32 stores no eight-bit format"):
+        octavo.quantize(x, torch.float32)

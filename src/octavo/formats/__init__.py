@@ -10,6 +10,7 @@ from octavo.formats.format import (
     E8M0,
     FORMATS,
     Format,
+    format_given,
     format_named,
     format_of,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "cast_float32",
     "decode",
     "finfo",
+    "format_given",
     "format_named",
     "format_of",
 ]

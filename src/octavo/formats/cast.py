@@ -21,14 +21,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from octavo.formats.format import E8M0, Format
+from octavo.formats.format import E8M0, Format, format_given
 
 Rounding = Literal["nearest", "stochastic"]
 
 
 def cast(
     x: Tensor,
-    format: Format,
+    format: Format | torch.dtype | str,
     *,
     rounding: Rounding = "nearest",
     saturate: bool = True,
@@ -38,6 +38,7 @@ def cast(
 
     Args:
         x: any floating-point tensor; float64 is rounded once, not by way of float32.
+        format: octavo.E4M3, octavo.E5M2 or another eight-bit format; its torch dtype or its name will do.
         rounding: "nearest" (ties to even), or "stochastic": to one of the two neighbours, with the probability of the
             distance to the other, so that the expectation is x.
         saturate: what becomes of overflow, see the module.
@@ -50,6 +51,7 @@ def cast(
         raise ValueError(f"cast needs a floating-point tensor, found {x.dtype}: convert it first, x.float()")
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f"unknown rounding {rounding!r}: expected 'nearest' or 'stochastic'")
+    format = format_given(format)
     if format is E8M0:
         if rounding == "stochastic":
             raise ValueError("E8M0 holds scales and has no stochastic rounding: use rounding='nearest'")

@@ -126,3 +126,12 @@ def format_of(dtype: torch.dtype) -> Format:
         known = ", ".join(str(known) for known in _BY_DTYPE)
         raise ValueError(f"{dtype} stores no eight-bit format: expected one of {known}")
     return _BY_DTYPE[dtype]
+
+
+def format_given(format: Format | torch.dtype | str) -> Format:
+    """What a user names a format by, itself, its dtype or its name, as a `Format`; ValueError for anything else."""
+    if isinstance(format, Format):
+        return format
+    if isinstance(format, torch.dtype):
+        return format_of(format)
+    return format_named(format)

@@ -143,6 +143,11 @@ class FP8LinearMixin(nn.Module):
                 stacklevel=4,
             )
 
+    def extra_repr(self) -> str:
+        """What `print(model)` shows: as before, and the recipe that is on without a context."""
+        shown = super().extra_repr()
+        return shown if self.recipe is None else f"{shown}, recipe={type(self.recipe).__name__}"
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         module = super()._apply(fn, recurse)
         self.delayed_state.move(fn(torch.empty(0, device=self.delayed_state.device)).device)

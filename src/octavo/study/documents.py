@@ -47,12 +47,22 @@ class Corpus:
                 digest.update(encoded)
         return digest.hexdigest()
 
+    @property
+    def brings_split(self) -> bool:
+        """Whether the source itself says which document is for what."""
+        return any(document.split is not None for document in self.documents)
+
+    def empty_splits(self) -> list[str]:
+        """Which of train, validation and test no document would go to."""
+        taken = {split_of(document) for document in self.documents if document.text}
+        return [name for name in SPLITS if name not in taken]
+
     def split(self) -> dict[str, list[Document]]:
         """The documents by split, in corpus order. Raises ValueError when a split would be empty."""
         parts: dict[str, list[Document]] = {name: [] for name in SPLITS}
         for document in self.documents:
             parts[split_of(document)].append(document)
-        empty = [name for name, members in parts.items() if not members]
+        empty = self.empty_splits()
         if empty:
             raise ValueError(
                 f"{self.name}: {len(self.documents)} documents leave {', '.join(empty)} empty; "

@@ -30,13 +30,16 @@ class TokenData:
         """Tokens by split."""
         return {name: int(getattr(self, name).numel()) for name in SPLITS}
 
-    def require(self, context: int) -> None:
-        """Raise ValueError when a split is too short for one window of `context` tokens and its targets."""
-        for name, size in self.sizes().items():
-            if size < context + 1:
-                raise ValueError(
-                    f"the {name} split has {size} tokens; one window needs {context + 1} (context + 1): give more text"
-                )
+    def shortest(self, context: int) -> tuple[str, int, int]:
+        """The split that is shortest against its need, its tokens, and that need.
+
+        Validation and test need one window of `context` tokens and its targets, training two windows and a token:
+        an epoch starts at an offset of up to one window.
+        """
+        needs = {"train": 2 * context + 1, "validation": context + 1, "test": context + 1}
+        sizes = self.sizes()
+        name = min(SPLITS, key=lambda split: sizes[split] / needs[split])
+        return name, sizes[name], needs[name]
 
     def save(self, path: Path) -> None:
         """Write the streams as safetensors."""

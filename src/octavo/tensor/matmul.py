@@ -95,7 +95,10 @@ def _quantized(x: Tensor, scale: Tensor | None, name: str) -> QuantizedTensor:
         if scale is not None:
             raise ValueError(f"{name} is a QuantizedTensor and holds its scale: leave scale_{name} out")
         return x
-    format_of(x.dtype)
+    if x.dtype.itemsize != 1 or not x.is_floating_point():
+        raise ValueError(
+            f"{name} is a plain {x.dtype} tensor: quantize it first, or give float8 codes with their scale"
+        )
     if scale is None:
         raise ValueError(f"{name} is a plain {x.dtype} tensor: give scale_{name}, with value = code * scale")
     if scale.numel() == 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.formats import E4M3, Format, cast_float32
+from octavo.formats import E4M3, Format, cast_float32, format_given
 from octavo.scaling import (
     MX,
     TENSOR,
@@ -32,7 +32,7 @@ from octavo.tensor.quantized_tensor import QuantizedTensor
 @torch.no_grad()
 def quantize(
     x: Tensor,
-    format: Format,
+    format: Format | torch.dtype | str,
     granularity: str | tuple[int, int] | Granularity = "tensor",
     *,
     scale: Tensor | float | None = None,
@@ -44,7 +44,7 @@ def quantize(
 
     Args:
         x: the values. Of more than two dimensions, it is seen as the matrix [product of the leading ones, last one].
-        format: E4M3, E5M2 or another eight-bit format.
+        format: octavo.E4M3, octavo.E5M2 or another eight-bit format; its torch dtype or its name will do.
         granularity: "tensor", "row", "column", (1, 128), (128, 1), (128, 128) or "mx".
         scale: a known scale of the whole tensor instead of one from its amax (granularity "tensor" only).
         power_of_two: round multipliers down to powers of two; MX scales always are.
@@ -59,7 +59,7 @@ def quantize(
     """
     if not x.is_floating_point():
         raise ValueError(f"quantize needs a floating-point tensor, found {x.dtype}: convert it first, x.float()")
-    blocks = granularity_named(granularity)
+    format, blocks = format_given(format), granularity_named(granularity)
     if blocks is MX_TRANSPOSED:
         return quantize(x.t(), format, MX, scale=scale, scale_rounding=scale_rounding).t()  # type: ignore[return-value]
     matrix = as_matrix(x.detach()).float()
@@ -90,7 +90,7 @@ def _given_scale(scale: Tensor | float, blocks: Granularity, device: torch.devic
 
 
 @torch.no_grad()
-def cast_to_representable(x: Tensor, scale: float = 1.0, format: Format = E4M3) -> Tensor:
+def cast_to_representable(x: Tensor, scale: float = 1.0, format: Format | torch.dtype | str = E4M3) -> Tensor:
     """The values nearest to x that `format` holds exactly under `scale`, in x's dtype and shape.
 
     Data that has gone through this once loses nothing when it is cast again under the same scale, so what remains of an
@@ -103,5 +103,5 @@ def cast_to_representable(x: Tensor, scale: float = 1.0, format: Format = E4M3) 
     """
     if not 0 < scale < float("inf"):
         raise ValueError(f"scale is {scale}: it must be positive and finite")
-    codes = cast_float32(x.detach().float() * scale, format)
+    codes = cast_float32(x.detach().float() * scale, format_given(format))
     return (codes.float() / scale).to(x.dtype)

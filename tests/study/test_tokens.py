@@ -38,11 +38,13 @@ def test_evaluation_predicts_each_target_once() -> None:
     assert sum(targets.numel() for _, targets in some) == 90
 
 
-def test_saved_tokens_come_back_and_short_splits_are_refused(tmp_path: Path) -> None:
+def test_saved_tokens_come_back_and_the_shortest_split_is_found(tmp_path: Path) -> None:
     data = TokenData(train=STREAM, validation=STREAM[:50], test=STREAM[:20])
     data.save(tmp_path / "t.safetensors")
     assert TokenData.load(tmp_path / "t.safetensors").validation.equal(STREAM[:50])
-    with pytest.raises(ValueError, match="the test split has 20 tokens; one window needs 33"):
-        data.require(32)
-    with pytest.raises(ValueError, match="the stream has 15 tokens"):
-        Batches(STREAM[:15], 2, 10, seed=0, device=CPU)
+    assert data.shortest(32) == ("test", 20, 33)
+    # Training needs the two windows and the token that Batches asks for: 40 tokens are more than 33 and too few.
+    assert TokenData(STREAM[:40], STREAM[:50], STREAM[:50]).shortest(32) == ("train", 40, 65)
+    assert Batches(STREAM[:65], 1, 32, seed=0, device=CPU).steps_per_epoch == 1
+    with pytest.raises(ValueError, match="the stream has 64 tokens"):
+        Batches(STREAM[:64], 1, 32, seed=0, device=CPU)

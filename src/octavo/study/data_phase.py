@@ -1,4 +1,4 @@
-"""Phase `data`: read the text, split it by document or within documents, train the tokenizer on the train split, store token streams."""
+"""Phase `data`: read the text, split it, train the tokenizer on the train split, store token streams."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def tokenized(run: Run, corpus: Corpus) -> tuple[Corpus, Encoder, TokenData]:
         enough = corpus.num_bytes * need / max(1, size)
         shortage = f"the {name} split has {size:,} tokens, this model needs {need:,}: give about {enough:,.0f} bytes"
     raise DataError(
-        f"{corpus.name} holds {corpus.num_bytes:,} bytes of text in {len(corpus.documents)} documents, too little to "
+        f"{corpus.name} holds {corpus.num_bytes:,} bytes of text (documents: {len(corpus.documents)}), too little to "
         f"train on: {shortage}; give more text, or leave out --data"
     )
 

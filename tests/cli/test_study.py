@@ -49,6 +49,27 @@ def test_a_dry_run_makes_nothing(base: list[str], tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+def test_a_folder_that_cannot_be_written_is_refused_by_a_dry_run_too(
+    base: list[str], tmp_path: Path, dry: list[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    result = run.invoke(app, [*base[:-1], str(tmp_path / "file" / "run"), *dry])
+    assert result.exit_code == 2
+    assert "cannot be written" in result.stderr
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_after_a_refusal_the_corrected_command_works_in_the_same_folder(base: list[str], tmp_path: Path) -> None:
+    (tmp_path / "small.txt").write_text("too small\n")
+    quick = ["--methods", "rowwise", "--steps", "1", "--finetune-steps", "1", "--json"]
+    refused = run.invoke(app, [*base, *quick, "--data", str(tmp_path / "small.txt")])
+    assert refused.exit_code == 1
+    assert "too little to train on" in refused.stderr
+    assert not (tmp_path / "run").exists()
+    assert run.invoke(app, [*base, *quick]).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.study import PHASES, DataError, PreflightError, Stop, StudyInterrupted, StudySettings, preflight, run_study
+from octavo.study import (
+    PHASES,
+    DataError,
+    PreflightError,
+    Stop,
+    StudyInterrupted,
+    StudySettings,
+    preflight,
+    run_study,
+    stored_settings,
+)
 from octavo.study.settings import PRESETS
 from tests.study.conftest import MICRO, write_texts
 
@@ -187,10 +197,47 @@ class TestPreflight:
         with pytest.raises(DataError, match="no such file or folder"):
             preflight(dataclasses.replace(micro_settings, data="nowhere"), resume=False)
 
-    def test_a_gpu_that_is_not_there(self, micro_settings: StudySettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_gpu_that_is_not_there(
+        self, micro_settings: StudySettings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         with pytest.raises(PreflightError, match="torch finds no CUDA GPU"):
-            preflight(dataclasses.replace(micro_settings, device="cuda"), resume=False)
+            run_study(dataclasses.replace(micro_settings, device="cuda", out=tmp_path / "new" / "run"))
+        assert not (tmp_path / "new").exists()
+
+    def test_a_gpu_beyond_the_last(self, micro_settings: StudySettings, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+        with pytest.raises(PreflightError, match=r"'cuda:2' was asked for, but the last of 2 is cuda:1"):
+            preflight(dataclasses.replace(micro_settings, device="cuda:2"), resume=False)
+
+    def test_what_passes_makes_nothing(self, micro_settings: StudySettings) -> None:
+        before = sorted(micro_settings.out.parent.iterdir())
+        preflight(micro_settings, resume=False)
+        assert sorted(micro_settings.out.parent.iterdir()) == before
+
+
+def test_a_start_that_is_refused_leaves_no_folder_and_what_others_put_there(
+    micro_settings: StudySettings, tmp_path: Path
+) -> None:
+    small = tmp_path / "small.txt"
+    small.write_text("too small\n")
+    refused = dataclasses.replace(micro_settings, data=str(small), out=tmp_path / "runs" / "first")
+    with pytest.raises(DataError, match="too little to train on"):
+        run_study(refused)
+    assert not (tmp_path / "runs").exists()
+    refused.out.mkdir(parents=True)
+    (refused.out / "notes.txt").write_text("mine")
+    with pytest.raises(DataError, match="too little to train on"):
+        run_study(refused)
+    assert [path.name for path in refused.out.iterdir()] == ["notes.txt"]
+
+
+def test_a_start_that_is_interrupted_can_be_resumed(micro_settings: StudySettings) -> None:
+    stop = Stop()
+    with pytest.raises(StudyInterrupted):
+        run_study(micro_settings, progress=StopAfter(stop, 1), stop=stop)
+    assert stored_settings(micro_settings.out, None, {}) == micro_settings
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def study(
     errors = Console(stderr=True)
     try:
         settings = resolve(given, out, time_limit, resume)
-        preflight(settings, resume=resume, create=not dry_run)
+        preflight(settings, resume=resume)
     except (DataError, PreflightError, ValueError) as error:
         complain(errors, error)
         raise typer.Exit(USAGE) from error
@@ -164,7 +164,7 @@ def execute(settings: StudySettings, resume: bool, as_json: bool, errors: Consol
             f"octavo study: interrupted; what is done is kept. Go on with: {again}", soft_wrap=True, markup=False
         )
         raise typer.Exit(INTERRUPTED) from error
-    except (DataError, PreflightError, ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         complain(errors, error)
         raise typer.Exit(FAILED) from error
     if as_json:

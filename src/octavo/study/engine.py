@@ -9,18 +9,18 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 
 import torch
 
-from octavo.study.atomic import replacing, write_json
+from octavo.study.atomic import write_json
 from octavo.study.baseline_phase import train_baseline
 from octavo.study.budget import TimeBudget
 from octavo.study.corpus import check_source
 from octavo.study.data_phase import prepare_data
 from octavo.study.environment import run_row
 from octavo.study.finetune_phase import finetune
+from octavo.study.folder import existing_parent, undone_if_refused
 from octavo.study.pretrained import check_checkpoint
 from octavo.study.progress import Progress, SilentProgress, Stop
 from octavo.study.quantize_phase import quantize_baseline
@@ -52,21 +52,21 @@ def run_study(
     Raises PreflightError before anything is computed, StudyInterrupted when stopped (what is done is saved).
     """
     preflight(settings, resume=resume)
-    if not resume:
-        write_json(settings.out / SETTINGS, settings.to_json())
-    run = Run(
-        settings,
-        Record(settings.out / RECORD),
-        TimeBudget(settings.time_limit_s),
-        progress or SilentProgress(),
-        stop or Stop(),
-    )
-    if not run.record.of_kind("run"):
-        run.record.append([run_row(settings, command or [])])
-    with cpu_threads(run.preset.threads if run.device.type == "cpu" else None):
-        for name, phase in PHASES.items():
-            if not run.record.finished(name):
-                _run_phase(run, name, phase)
+    first, *others = PHASES
+    with nullcontext() if resume else undone_if_refused(settings.out):
+        if not resume:
+            write_json(settings.out / SETTINGS, settings.to_json())
+        run = Run(
+            settings,
+            Record(settings.out / RECORD),
+            TimeBudget(settings.time_limit_s),
+            progress or SilentProgress(),
+            stop or Stop(),
+        )
+        if not run.record.of_kind("run"):
+            run.record.append([run_row(settings, command or [])])
+        _run_phases(run, [first])
+    _run_phases(run, others)
     write_report(run.record.rows, settings.out)
     run.progress.advance(1, "report.html")
     return run.record.rows
@@ -82,6 +82,13 @@ def cpu_threads(number: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _run_phases(run: Run, names: list[str]) -> None:
+    with cpu_threads(run.preset.threads if run.device.type == "cpu" else None):
+        for name in names:
+            if not run.record.finished(name):
+                _run_phase(run, name, PHASES[name])
 
 
 def _run_phase(run: Run, name: str, phase: Callable[[Run], list[Row]]) -> None:
@@ -101,18 +108,14 @@ def _run_phase(run: Run, name: str, phase: Callable[[Run], list[Row]]) -> None:
     run.record.append([*rows, done])
 
 
-def preflight(settings: StudySettings, *, resume: bool, create: bool = True) -> None:
-    """Raise PreflightError for a folder, disk, device or text that cannot work; `create` makes the folder."""
-    folder = settings.out
-    record = folder / RECORD
+def preflight(settings: StudySettings, *, resume: bool) -> None:
+    """Raise PreflightError or DataError for a folder, disk, device or text that cannot work; makes nothing."""
     if resume:
-        stored_settings(folder, settings.time_limit_s, vars(settings))
-    elif record.exists():
-        raise PreflightError(f"{folder} already holds a run; go on with it by --resume, or choose another --out")
-    if create:
-        _check_writable(folder)
-    while not folder.exists():
-        folder = folder.absolute().parent
+        stored_settings(settings.out, settings.time_limit_s, vars(settings))
+    folder = existing_parent(settings.out)
+    if not resume and (settings.out / RECORD).exists():
+        raise PreflightError(f"{settings.out} already holds a run; go on with it by --resume, or choose another --out")
+    _check_device(settings.device)
     needed = required_bytes(settings)
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -120,8 +123,6 @@ def preflight(settings: StudySettings, *, resume: bool, create: bool = True) -> 
             f"{folder} has {free / 1e9:.2f} GB free; checkpoints of this study need about {needed / 1e9:.2f} GB: "
             "free some space or choose another --out"
         )
-    if torch.device(settings.device).type == "cuda" and not torch.cuda.is_available():
-        raise PreflightError(f"device {settings.device!r} was asked for, but torch finds no CUDA GPU; use --device cpu")
     if settings.model_dir is not None:
         check_checkpoint(settings.model_dir)
     check_source(settings.data, settings.data_dir)
@@ -138,11 +139,12 @@ def required_bytes(settings: StudySettings) -> int:
     return parameters * 56 + 2**26
 
 
-def _check_writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with replacing(folder / ".writable") as temporary:
-            temporary.write_bytes(b"1")
-        (folder / ".writable").unlink()
-    except OSError as error:
-        raise PreflightError(f"--out {folder} cannot be written ({error.strerror}); choose another folder") from error
+def _check_device(name: str) -> None:
+    device = torch.device(name)
+    if device.type != "cuda":
+        return
+    if not torch.cuda.is_available():
+        raise PreflightError(f"device {name!r} was asked for, but torch finds no CUDA GPU; use --device cpu")
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        raise PreflightError(f"device {name!r} was asked for, but the last of {count} is cuda:{count - 1}")

@@ -77,6 +77,7 @@ def test_after_a_refusal_the_corrected_command_works_in_the_same_folder(base: li
         (["--time-limit", "soon"], "'soon' is no duration"),
         (["--steps", "3", "--epochs", "2"], "exclude each other"),
         (["--methods", "fp7"], "'fp7' is unknown"),
+        (["--device", "tpu"], "device 'tpu' is unknown; choose cpu, cuda, or cuda:N"),
         (["--resume"], "holds no run to resume"),
     ],
 )
@@ -84,6 +85,7 @@ def test_wrong_usage_is_exit_code_2_with_the_reason(base: list[str], extra: list
     result = run.invoke(app, [*base, *extra])
     assert result.exit_code == 2
     assert message in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_an_interruption_is_130_with_the_command_that_goes_on(

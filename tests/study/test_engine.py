@@ -245,6 +245,9 @@ def test_a_start_that_is_interrupted_can_be_resumed(micro_settings: StudySetting
     [
         ({"preset": "huge"}, "preset 'huge' is unknown; choose one of tiny, gpt2"),
         ({"dtype": "fp8"}, "dtype 'fp8' is unknown; choose bf16 or fp16"),
+        ({"device": "tpu"}, "device 'tpu' is unknown; choose cpu, cuda, or cuda:N"),
+        ({"device": "cuda:"}, "device 'cuda:' is unknown; choose cpu, cuda, or cuda:N"),
+        ({"device": "meta"}, "device 'meta' is unknown; choose cpu, cuda, or cuda:N"),
         ({"steps": 3, "epochs": 1.0}, "steps and epochs exclude each other"),
         ({"steps": 0}, "steps is 0; it must be greater than 0"),
         ({"seed": -1}, "seed is -1; it must be 0 or more"),

@@ -54,7 +54,7 @@ TimeLimitOption = Annotated[
 ]
 OutOption = Annotated[Path | None, typer.Option(help="Folder of the run. Default: runs/<date>-<preset>.")]
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the GPU if there is one.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
 

@@ -8,6 +8,7 @@ on two CPU cores for `tiny`, a few minutes on one large GPU for the others.
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from octavo.study.model import ModelShape
 
 _CHECKPOINT_RATE = 5e-5
+_DEVICE = r"cpu|cuda(:\d+)?"
 METHODS = ("tensor_static", "tensor_dynamic", "rowwise", "block128", "mxfp8", "int8", "int4", "te")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -125,6 +127,8 @@ class StudySettings:
             raise ValueError(f"preset {self.preset!r} is unknown; choose one of {', '.join(PRESETS)}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is unknown; choose bf16 or fp16")
+        if re.fullmatch(_DEVICE, self.device) is None:
+            raise ValueError(f"device {self.device!r} is unknown; choose cpu, cuda, or cuda:N for the GPU of number N")
         if self.steps is not None and self.epochs is not None:
             raise ValueError("steps and epochs exclude each other: both say how long to train; give one")
         for name in ("steps", "finetune_steps", "epochs", "time_limit_s"):

@@ -16,6 +16,7 @@ from octavo.study import (
     Stop,
     StudyInterrupted,
     StudySettings,
+    planned,
     preflight,
     run_study,
     stored_settings,
@@ -257,6 +258,29 @@ def test_a_start_that_is_interrupted_can_be_resumed(micro_settings: StudySetting
 def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StudySettings(out=Path("x"), **changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "finetune_steps"),
+    [
+        ({}, 100),
+        ({"steps": 5}, 5),
+        ({"steps": 500}, 100),
+        ({"steps": 5, "finetune_steps": 20}, 20),
+        ({"epochs": 1.0, "finetune_steps": 20}, 20),
+    ],
+)
+def test_few_steps_are_few_of_fine_tuning_too(given: dict[str, Any], finetune_steps: int) -> None:
+    settings = StudySettings(out=Path("x"), **given)
+    assert settings.training.finetune_steps == planned(settings)["finetune_steps"] == finetune_steps
+
+
+def test_a_short_epoch_bounds_fine_tuning_too(micro_settings: StudySettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, "micro", dataclasses.replace(PRESETS["micro"], finetune_steps=50))
+    rows = run_study(dataclasses.replace(micro_settings, epochs=0.05, methods=("rowwise",)))
+    trained = sum(row["kind"] == "train_step" and row["phase"] == "baseline" for row in rows)
+    assert trained < 10
+    assert {row["steps"] for row in rows if row["kind"] == "finetune"} == {trained}
 
 
 @pytest.mark.gpu

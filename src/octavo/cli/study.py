@@ -44,7 +44,10 @@ DataDirOption = Annotated[Path | None, typer.Option(help="Where wikitext-2's raw
 SeedOption = Annotated[int | None, typer.Option(help="Everything random follows from it. Default: 0.")]
 StepsOption = Annotated[int | None, typer.Option(help="Steps of the baseline's training.")]
 EpochsOption = Annotated[float | None, typer.Option(help="The same in passes over the text.")]
-FinetuneOption = Annotated[int | None, typer.Option(help="Steps of each fine-tuning.")]
+FinetuneOption = Annotated[
+    int | None,
+    typer.Option(help="Steps of each fine-tuning. Default: 100, or those of --steps or --epochs where fewer."),
+]
 DtypeOption = Annotated[str | None, typer.Option(help="16-bit format of the baseline: bf16 (default) or fp16.")]
 MethodsOption = Annotated[
     str | None, typer.Option(help="Only these, by comma: tensor_static,rowwise,int8 … Default: all.")

@@ -67,9 +67,7 @@ def pretrained_baseline(run: Run, model: nn.Module) -> list[Row]:
 def baseline_steps(run: Run, model: nn.Module) -> tuple[list[int], list[Row]]:
     """Steps and validations: as asked for, or by epochs, shrunk to the time limit; and the `adjustment` rows."""
     settings = run.settings
-    wanted = run.preset.steps
-    if settings.epochs is not None:
-        wanted = max(1, round(settings.epochs * run.batches(settings.seed).steps_per_epoch))
+    wanted = wanted_steps(run)
     validations = min(wanted, run.preset.evaluations)
     if run.budget.limit_s is None or run.is_decided("baseline-steps"):
         return run.decided("baseline-steps", [wanted, validations], [])
@@ -77,6 +75,14 @@ def baseline_steps(run: Run, model: nn.Module) -> tuple[list[int], list[Row]]:
     cost = TrainingCost(step_s=step_s, validation_s=step_s * forward_steps(run, run.preset.validation_tokens))
     available = run.budget.seconds_for(BASELINE)
     return run.decided("baseline-steps", *fit_training(wanted, validations, cost, available, BASELINE))
+
+
+def wanted_steps(run: Run) -> int:
+    """Steps of the baseline as asked for, before any time limit."""
+    settings = run.settings
+    if settings.epochs is None:
+        return run.preset.steps
+    return max(1, round(settings.epochs * run.batches(settings.seed).steps_per_epoch))
 
 
 def forward_steps(run: Run, tokens: int) -> float:

@@ -15,7 +15,7 @@ from octavo.conversion import convert, unconvert
 from octavo.recipes import CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 from octavo.runtime import count_gemms, update_scales
 from octavo.study.atomic import read_json, write_json
-from octavo.study.baseline_phase import baseline_model, forward_steps, step_seconds
+from octavo.study.baseline_phase import baseline_model, forward_steps, step_seconds, wanted_steps
 from octavo.study.budget import TrainingCost, fit_training
 from octavo.study.checkpoint import save_weights
 from octavo.study.environment import has_native_fp8
@@ -69,6 +69,8 @@ def finetune(run: Run) -> list[Row]:
 def finetune_steps(run: Run, methods: list[TuningMethod]) -> tuple[list[int], list[Row]]:
     """Steps and validations of each method, shrunk to the time limit, and the `adjustment` rows if shrunk."""
     wanted = run.preset.finetune_steps
+    if run.settings.epochs is not None and run.settings.finetune_steps is None:
+        wanted = min(wanted, wanted_steps(run))
     validations = min(wanted, _VALIDATIONS)
     if run.budget.limit_s is None or run.is_decided("finetune-steps"):
         return run.decided("finetune-steps", [wanted, validations], [])

@@ -39,6 +39,8 @@ def stored_settings(out: Path, time_limit_s: float | None, given: dict[str, Any]
 def planned(settings: StudySettings) -> dict[str, Any]:
     """What a study would do, as plain data."""
     preset = settings.training
+    by_epochs = settings.epochs is not None
+    capped = by_epochs and settings.finetune_steps is None
     return {
         "out": str(settings.out),
         "preset": settings.preset,
@@ -50,8 +52,8 @@ def planned(settings: StudySettings) -> dict[str, Any]:
         "layers": preset.shape.layers,
         "width": preset.shape.width,
         "context": preset.shape.context,
-        "steps": f"{settings.epochs} epochs" if settings.epochs is not None else preset.steps,
-        "finetune_steps": preset.finetune_steps,
+        "steps": f"{settings.epochs} epochs" if by_epochs else preset.steps,
+        "finetune_steps": f"at most {preset.finetune_steps}" if capped else preset.finetune_steps,
         "batch_tokens": preset.batch_size * preset.shape.context,
         "methods": "all" if settings.methods is None else ", ".join(settings.methods),
         "time_limit_s": settings.time_limit_s,

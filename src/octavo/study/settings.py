@@ -145,17 +145,20 @@ class StudySettings:
     def training(self) -> Preset:
         """The preset with the settings' own numbers of steps in their places.
 
-        A checkpoint is trained at the usual rate of fine-tuning, whatever the preset says.
+        Where `steps` are given and `finetune_steps` are not, no fine-tuning takes more steps than the baseline. A
+        checkpoint is trained at the usual rate of fine-tuning, whatever the preset says.
         """
         preset = PRESETS[self.preset]
+        steps = preset.steps if self.steps is None else self.steps
+        usual = preset.finetune_steps if self.steps is None else min(preset.finetune_steps, self.steps)
         if self.model_dir is not None:
             preset = dataclasses.replace(
                 preset, learning_rate=_CHECKPOINT_RATE, finetune_learning_rate=_CHECKPOINT_RATE, threads=None
             )
         return dataclasses.replace(
             preset,
-            steps=preset.steps if self.steps is None else self.steps,
-            finetune_steps=preset.finetune_steps if self.finetune_steps is None else self.finetune_steps,
+            steps=steps,
+            finetune_steps=usual if self.finetune_steps is None else self.finetune_steps,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ differ in the last bits and so, rarely, move a value to the neighbouring code: o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -202,3 +203,24 @@ def test_an_equal_recipe_made_anew_each_step_compiles_nothing_anew(make: Callabl
             y = compiled(torch.randn(8, 16))
         y.sum().backward()
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize(
+    "recipe", [CurrentScaling(), RowwiseScaling(), DelayedScaling(initialise_from_first_batch=True)]
+)
+def test_dynamic_shapes_from_the_start(recipe: Recipe) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(octavo.Linear(32, 64), nn.GELU(), octavo.Linear(64, 32))
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (16, 37):
+        x = torch.randn(rows, 32)
+        outcomes = []
+        for each in (compiled, eager):
+            leaf = x.clone().requires_grad_()
+            with octavo.autocast(recipe=recipe):
+                y = each(leaf)
+            y.square().sum().backward()
+            outcomes.append((y, leaf.grad))
+        assert torch.equal(outcomes[0][0], outcomes[1][0])
+        assert torch.equal(outcomes[0][1], outcomes[1][1])

@@ -270,3 +270,11 @@ def test_a_context_is_of_its_thread() -> None:
         thread.join()
         assert runs_with() == "current"
     assert seen == ["off"]
+
+
+@pytest.mark.parametrize("arguments", [(DelayedScaling(),), (True, None, None, DelayedScaling())])
+def test_a_recipe_in_the_place_of_a_flag_raises(arguments: tuple[object, ...]) -> None:
+    with pytest.raises(
+        ValueError, match=r"is DelayedScaling\(.*it must be True or False; a recipe is given as recipe="
+    ):
+        octavo.autocast(*arguments)

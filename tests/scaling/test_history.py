@@ -174,3 +174,10 @@ def test_a_resized_history_keeps_the_newest(length: int, expected: list[float]) 
 def test_a_history_of_one_grows_and_one_of_none_begins() -> None:
     assert resized_history(torch.tensor([9.0]), 3).tolist() == [9.0, 0.0, 0.0]
     assert resized_history(torch.empty(0), 2).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("algorithm", [lambda window: 1.0, lambda window: window])
+def test_an_algorithm_must_return_one_element(algorithm) -> None:
+    history, one = torch.zeros(2, 4), torch.ones(2)
+    with pytest.raises(ValueError, match="it must return a tensor of one element"):
+        updated_history(history, one, one, format_max=2.0, algorithm=algorithm)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from octavo.kernels import padded, runs_natively, scaled_mm
 from octavo.runtime import LinearPlan
@@ -92,8 +91,13 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        # Gradients are enabled in a backward only for create_graph=True. (The compiler refuses that by itself.)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "create_graph=True asks for the gradient of a gradient, which FP8 products do not have: the part of it"
+                " that goes through this layer would be missing. Run it under octavo.autocast(enabled=False)"
+            )
         plan: LinearPlan = ctx.plan
         x_codes_t, x_scale_t, w_codes_t, w_scale_t, x_high, w_high = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]

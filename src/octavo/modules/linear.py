@@ -26,6 +26,7 @@ from octavo.runtime import (
     Observer,
     init_mode,
     layer_call,
+    optimizer_steps,
     plan_linear,
     registered_states,
 )
@@ -53,7 +54,7 @@ class FP8LinearMixin(nn.Module):
     observer: Observer | None
     weight: Any  # a Parameter; a QuantizedTensor if it exists in FP8 alone
     bias: Any  # a Parameter or None
-    _weight_cache: tuple[weakref.ref[Tensor], tuple[int, int], QuantizeSpec, Operand] | None
+    _weight_cache: tuple[weakref.ref[Tensor], tuple[int, int, int], QuantizeSpec, Operand] | None
 
     def become_fp8(self, recipe: Recipe | None, name: str | None = None) -> None:
         """Give a linear layer what this class needs; parameters stay as they are."""
@@ -149,9 +150,9 @@ class FP8LinearMixin(nn.Module):
         return shown if self.recipe is None else f"{shown}, recipe={type(self.recipe).__name__}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._weight_cache = None  # first: it refers to the weight that is about to be swapped
         module = super()._apply(fn, recurse)
         self.delayed_state.move(fn(torch.empty(0, device=self.delayed_state.device)).device)
-        self._weight_cache = None
         return module
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -161,10 +162,12 @@ class FP8LinearMixin(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         entries = self.delayed_state.taken_out(state_dict, prefix)
+        # Under whatever names a weight is kept, it is new if anything but the bias is.
+        new_weight = any(key.startswith(prefix) and key != f"{prefix}bias" for key in state_dict)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         # With assign=True the weight may have come from another device.
         self.delayed_state.move(self.weight.device)
-        self.delayed_state.load(entries, f"{prefix}weight" in state_dict)
+        self.delayed_state.load(entries, new_weight)
         self._weight_cache = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -243,15 +246,15 @@ class _InitialValue:
         self.value = None
 
 
-def _contents(weight: Tensor) -> tuple[int, int]:
+def _contents(weight: Tensor) -> tuple[int, int, int]:
     """What tells that a weight holds other values: how often it changed, and where it lies (`weight.data = other`)."""
     memory = weight.codes if isinstance(weight, QuantizedTensor) else weight
-    return _version(weight), memory.data_ptr()
+    return *_version(weight), memory.data_ptr()
 
 
-def _version(weight: Tensor) -> int:
-    """How often a weight was changed in place; tensors of inference_mode do not count."""
-    return -1 if weight.is_inference() else weight._version
+def _version(weight: Tensor) -> tuple[int, int]:
+    """How often a weight was changed in place (tensors of inference_mode do not count), and an optimizer stepped."""
+    return -1 if weight.is_inference() else weight._version, optimizer_steps()
 
 
 def _out_dtype(x: Tensor) -> torch.dtype:

@@ -5,6 +5,7 @@ from octavo.runtime.checkpointing import Call, checkpoint, layer_call
 from octavo.runtime.counting import GemmCount, count_gemms
 from octavo.runtime.initialisation import InitMode, init_mode, quantized_init
 from octavo.runtime.layer_state import LayerState, registered_states, states_of
+from octavo.runtime.optimizer_steps import optimizer_steps
 from octavo.runtime.plan import LinearPlan, Observer, plan_linear
 from octavo.runtime.update import Agreement, set_agreement, update_scales
 
@@ -21,6 +22,7 @@ __all__ = [
     "count_gemms",
     "init_mode",
     "layer_call",
+    "optimizer_steps",
     "plan_linear",
     "quantized_init",
     "registered_states",

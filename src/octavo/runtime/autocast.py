@@ -82,10 +82,13 @@ class autocast:
         calibrating: bool = False,
     ) -> None:
         check_recipe(recipe)
-        self.enabled = bool(enabled)
+        for name, flag in (("enabled", enabled), ("calibrating", calibrating)):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name} is {flag!r}: it must be True or False; a recipe is given as recipe=…")
+        self.enabled = enabled
         self.recipe = recipe
         self.amax_group = amax_group
-        self.calibrating = bool(calibrating)
+        self.calibrating = calibrating
 
     def __enter__(self) -> autocast:
         _STACK.top = Frame(self.enabled, self.recipe, self.amax_group, self.calibrating, _STACK.top)

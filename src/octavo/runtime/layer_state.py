@@ -46,7 +46,7 @@ class LayerState:
         self.used: Any = None
         self.used_without_grad: Any = None
         self.takes_part = True
-        self.weight_version = -1
+        self.weight_version = (-1, -1)
         self.stale_steps = 0
         _register(self)
 

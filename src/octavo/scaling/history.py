@@ -16,7 +16,7 @@ So an amax takes part in exactly L updates. All of it works on many operands at 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ def updated_history(
     elif algorithm == "most_recent":
         amax = last
     else:
-        amax = torch.stack([algorithm(row).reshape(()).to(torch.float32) for row in window])
+        amax = torch.stack([_one_amax(algorithm(row)) for row in window])
     # 3. Its scale.
     fresh = amax * 2.0**margin / torch.full_like(amax, format_max)
     fresh = fresh.clamp(SMALLEST_MULTIPLIER, LARGEST_MULTIPLIER)
@@ -66,6 +66,14 @@ def updated_history(
     rolled = rolled if history.shape[1] > 1 else torch.zeros_like(history)
     cleared = torch.cat([torch.zeros_like(last).unsqueeze(1), history[:, 1:]], dim=1)
     return torch.where(takes_part.unsqueeze(1), rolled, cleared), new_scale
+
+
+def _one_amax(chosen: Any) -> Tensor:
+    if not isinstance(chosen, Tensor) or chosen.numel() != 1:
+        shape = tuple(chosen.shape) if isinstance(chosen, Tensor) else type(chosen).__name__
+        raise ValueError(f"amax_compute_algo returned {shape}: it must return a tensor of one element")
+    amax: Tensor = chosen.reshape(()).to(torch.float32)
+    return amax
 
 
 def resized_history(history: Tensor, length: int) -> Tensor:

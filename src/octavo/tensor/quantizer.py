@@ -88,7 +88,7 @@ class CurrentQuantizer:
         )
 
     def _scale(self, x: Tensor, granularity: Granularity) -> tuple[Tensor, Tensor]:
-        return scale_from_amax(amax(x, granularity), self.spec.format, self.spec.epsilon, self.spec.power_of_two)
+        return scale_from_amax(amax(x, granularity), self.spec.format, self.spec.epsilon_text, self.spec.power_of_two)
 
 
 class DelayedQuantizer:

@@ -37,7 +37,14 @@ class QuantizeSpec:
     inf_to_nan: bool = False
     static_scale: float | None = None
 
+    @property
+    def epsilon_text(self) -> str:
+        """epsilon as `float.hex` gives it, see `octavo.kernels.scale_from_amax`."""
+        text: str = self.__dict__["_epsilon_text"]
+        return text
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_epsilon_text", float(self.epsilon).hex())
         if self.scaling not in ("current", "delayed", "static"):
             raise ValueError(f"scaling is {self.scaling!r}: expected 'current', 'delayed' or 'static'")
         if self.epsilon < 0:

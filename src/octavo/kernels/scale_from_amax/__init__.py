@@ -14,14 +14,17 @@ from octavo.kernels.library import register
 from octavo.kernels.scale_from_amax.reference import scale_from_amax_reference
 from octavo.kernels.triton_support import device_reasons, uses_triton
 
+NO_EPSILON = (0.0).hex()
+
 
 def scale_from_amax(
-    amax: Tensor, format: Format, epsilon: float = 0.0, power_of_two: bool = False
+    amax: Tensor, format: Format, epsilon: float | str = NO_EPSILON, power_of_two: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(multiplier, scale), each float32 of the shape of `amax` (float32, any shape, contiguous).
 
     multiplier = M / max(amax, epsilon), 1 where that is 0, clamped, as an option rounded down to a power of two;
-    scale = 1 / multiplier.
+    scale = 1 / multiplier. While compiling, epsilon must be text (`float.hex`): of a number torch.compile(dynamic=True)
+    would make a symbol, which it then cannot take into the backward.
     """
     if torch.compiler.is_compiling():
         multiplier, scale = _operator(amax, format.name, epsilon, power_of_two)
@@ -34,7 +37,8 @@ def unsupported_reasons(amax: Tensor) -> list[str]:
     return device_reasons(amax.device)
 
 
-def _launch(amax: Tensor, format: Format, epsilon: float, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def _launch(amax: Tensor, format: Format, given: float | str, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    epsilon = float.fromhex(given) if isinstance(given, str) else given
     if uses_triton(amax) and amax.numel():
         from octavo.kernels.scale_from_amax.triton_kernel import scale_from_amax_triton
 
@@ -43,7 +47,7 @@ def _launch(amax: Tensor, format: Format, epsilon: float, power_of_two: bool) ->
 
 
 _operator = register(
-    "scale_from_amax(Tensor amax, str format, float epsilon, bool power_of_two) -> (Tensor, Tensor)",
+    "scale_from_amax(Tensor amax, str format, str epsilon, bool power_of_two) -> (Tensor, Tensor)",
     lambda amax, format, epsilon, power_of_two: _launch(amax, format_named(format), epsilon, power_of_two),
     lambda amax, format, epsilon, power_of_two: (torch.empty_like(amax), torch.empty_like(amax)),
 )

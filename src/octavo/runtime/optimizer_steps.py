@@ -1,0 +1,26 @@
+"""How often any optimizer has stepped: fused optimizers change parameters without touching their version counter.
+
+Whoever asks whether a weight has changed asks for this number too. torch calls the hook once a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+class _Steps:
+    count = 0
+
+
+def _count(*arguments: Any) -> None:
+    _Steps.count += 1
+
+
+register_optimizer_step_post_hook(_count)
+
+
+def optimizer_steps() -> int:
+    """Steps of all optimizers of this process so far."""
+    return _Steps.count

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 from octavo.cli import explain_missing
 from octavo.cli.app import app
 from octavo.cli.console import parse_duration
-from octavo.study import StudyInterrupted
+from octavo.study import PHASES, StudyInterrupted
 from octavo.study.settings import PRESETS
 from tests.study.conftest import MICRO, write_texts
 
@@ -31,7 +32,11 @@ def test_json_is_the_summary_and_nothing_else(base: list[str], tmp_path: Path) -
     summary = json.loads(result.stdout)
     assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
     assert [row["method"] for row in summary["ptq"]] == ["bf16", "rowwise"]
-    assert result.stderr == ""  # no terminal, no bars
+    # No terminal, no bars: one plain line when a phase starts and one when it ends, with its seconds.
+    lines = result.stderr.splitlines()
+    assert lines[::2] == [f"octavo study: {name} started" for name in PHASES]
+    for name, line in zip(PHASES, lines[1::2], strict=True):
+        assert re.match(rf"octavo study: {name} done in \d+\.\d s", line)
 
 
 def test_the_summary_for_people_names_the_files(base: list[str], tmp_path: Path) -> None:

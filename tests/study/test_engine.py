@@ -62,13 +62,15 @@ class StopAfter:
     def __init__(self, stop: Stop, advances: int) -> None:
         self.stop, self.left = stop, advances
 
+    def started(self, name: str) -> None: ...
+
     def phase(self, name: str, total: int, unit: str) -> None: ...
 
     def advance(self, amount: int, text: str) -> None:
         self.left -= 1
         self.stop.requested = self.stop.requested or self.left == 0
 
-    def note(self, text: str) -> None: ...
+    def finished(self, name: str, seconds: float) -> None: ...
 
 
 def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -30,13 +30,15 @@ class StopAfter:
     def __init__(self, stop: Stop, steps: int) -> None:
         self.stop, self.left = stop, steps
 
+    def started(self, name: str) -> None: ...
+
     def phase(self, name: str, total: int, unit: str) -> None: ...
 
     def advance(self, amount: int, text: str) -> None:
         self.left -= amount
         self.stop.requested = self.left <= 0
 
-    def note(self, text: str) -> None: ...
+    def finished(self, name: str, seconds: float) -> None: ...
 
 
 def trainer(folder: Path, plan: TrainingPlan = PLAN, recipe: Recipe | None = None) -> Trainer:

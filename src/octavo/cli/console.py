@@ -1,4 +1,4 @@
-"""What commands print: results to stdout, everything else to stderr; bars on a terminal only."""
+"""What commands print: results to stdout, everything else to stderr; bars on a terminal, elsewhere plain lines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parse_duration(text: str) -> float:
 
 
 class TerminalProgress:
-    """A bar with an ETA for each phase on a terminal; elsewhere silent but for notes on request."""
+    """A bar with an ETA for each phase on a terminal; elsewhere a plain line when a phase starts and when it ends."""
 
     def __init__(self, console: Console) -> None:
         """Draw on `console`, which should be that of stderr."""
@@ -41,6 +41,7 @@ class TerminalProgress:
             disable=not console.is_terminal,
         )
         self._task: TaskID | None = None
+        self._newest = ""
 
     def __enter__(self) -> TerminalProgress:
         """Start drawing."""
@@ -53,16 +54,25 @@ class TerminalProgress:
         """Stop drawing."""
         self._bars.stop()
 
+    def started(self, name: str) -> None:
+        """A line where there are no bars."""
+        self._newest = ""
+        self._line(f"{name} started")
+
     def phase(self, name: str, total: int, unit: str) -> None:
         """A new bar."""
         self._task = self._bars.add_task(name, total=total, text=unit)
 
     def advance(self, amount: int, text: str) -> None:
         """Move the current bar."""
+        self._newest = text
         if self._task is not None:
             self._bars.update(self._task, advance=amount, text=text)
 
-    def note(self, text: str) -> None:
-        """A line above the bars."""
-        if self._console.is_terminal:
-            self._bars.console.print(text, style="dim")
+    def finished(self, name: str, seconds: float) -> None:
+        """A line where there are no bars, with the newest figure."""
+        self._line(f"{name} done in {seconds:.1f} s" + (f" ({self._newest})" if self._newest else ""))
+
+    def _line(self, text: str) -> None:
+        if not self._console.is_terminal:
+            self._console.print(f"octavo study: {text}", highlight=False, soft_wrap=True, markup=False)

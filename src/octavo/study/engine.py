@@ -94,18 +94,21 @@ def _run_phases(run: Run, names: list[str]) -> None:
 def _run_phase(run: Run, name: str, phase: Callable[[Run], list[Row]]) -> None:
     run.stop.check()
     start = time.monotonic()
+    run.progress.started(name)
     rows = phase(run)
+    seconds = time.monotonic() - start
     shrunk = [row for row in rows if row["kind"] == "adjustment"]
     remarks = [f"{row['what']} {row['wanted']} -> {row['used']}" for row in shrunk] + run.notes
     run.notes.clear()
     done: Row = {
         "kind": "phase",
         "name": name,
-        "seconds": time.monotonic() - start,
+        "seconds": seconds,
         "status": "shrunk" if shrunk else "done",
         "note": "; ".join(remarks) or None,
     }
     run.record.append([*rows, done])
+    run.progress.finished(name, seconds)
 
 
 def preflight(settings: StudySettings, *, resume: bool) -> None:

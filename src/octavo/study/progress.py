@@ -11,28 +11,34 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Receives what happens; the command line draws bars from it, tests count."""
+    """Receives what happens; the command line draws bars or writes lines from it, tests count."""
+
+    def started(self, name: str) -> None:
+        """A phase begins; how much it has to do is not known yet."""
 
     def phase(self, name: str, total: int, unit: str) -> None:
-        """A phase begins that will take `total` units."""
+        """The phase that has begun will take `total` units."""
 
     def advance(self, amount: int, text: str) -> None:
         """`amount` units are done; `text` is the newest figure."""
 
-    def note(self, text: str) -> None:
-        """Something worth a line of its own."""
+    def finished(self, name: str, seconds: float) -> None:
+        """A phase has ended, `seconds` after it began."""
 
 
 class SilentProgress:
     """Says nothing."""
 
+    def started(self, name: str) -> None:
+        """Ignore."""
+
     def phase(self, name: str, total: int, unit: str) -> None:
         """Ignore."""
 
     def advance(self, amount: int, text: str) -> None:
         """Ignore."""
 
-    def note(self, text: str) -> None:
+    def finished(self, name: str, seconds: float) -> None:
         """Ignore."""
 
 

@@ -35,6 +35,13 @@ def test_headings_are_not_cut(width: int) -> None:
     assert "…" not in printed(fictional.study(steps=12), width)
 
 
+def test_a_claim_stands_beside_what_was_measured_and_the_verdict() -> None:
+    row = {"kind": "claim", "claim": "Tokens a second", "claimed": "1.8×", "measured": "1.2×", "held": False}
+    heading, _, line = (part.split() for part in printed([row]).splitlines()[-4:-1])
+    assert heading == ["Claim", "Claimed", "Measured", "here", "Verdict"]
+    assert line == ["Tokens", "a", "second", "1.8×", "1.2×", "✗", "not", "held"]
+
+
 def test_brackets_in_texts_are_no_markup() -> None:
     row = {"kind": "claim", "claim": "[bold]loud[/bold] [/]", "measured": "1", "held": True}
     assert "[bold]loud[/bold] [/]" in printed([row])

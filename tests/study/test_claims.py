@@ -54,6 +54,14 @@ def test_what_is_not_is_not() -> None:
     assert set(held(bad).values()) == {False}
 
 
+def test_differences_have_the_sign_that_the_report_has() -> None:
+    better = [ptq("bf16", 20.0, "high precision", 1.0, 1.0), ptq("rowwise", 19.9, "emulated", 1.0, 1.0)]
+    better += [tuned("bf16", 19.0, 0.40), tuned("delayed", 18.9, 0.404), tuned("current", 19.0, 0.404)]
+    measured = [row["measured"] for row in claim_rows(better)]
+    assert measured == ["−1.00 % (delayed, the most)", "0.000 (current, the most)", "", "−0.50 %", measured[-1]]
+    assert measured[-1] == "delayed −0.53 %, current 0.00 %"
+
+
 def test_emulated_speed_and_missing_phases_answer_nothing() -> None:
     emulated = [ptq("bf16", 20.0, "high precision", 1.0, 1.0), ptq("rowwise", 20.0, "emulated", 9.0, 9.0)]
     assert held(emulated)["Tokens 1.8×"] is None

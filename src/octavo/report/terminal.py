@@ -27,7 +27,7 @@ _TUNED = [
     "Peak memory",
     "Execution",
 ]
-_CLAIMS = ["Claim", "Verdict", "Measured here"]
+_CLAIMS = ["Claim", "Claimed", "Measured here", "Verdict"]
 _STYLE = {"good": "green", "bad": "red", "muted": "dim", "": ""}
 _MARK = {GOOD: ("\u2713", "green"), BAD: ("\u2717", "red"), WITHOUT: ("\u00b7", "dim")}
 
@@ -37,8 +37,9 @@ def _cell(text_type: Any, cell: Cell) -> Any:
 
 
 def _table(table: Table, names: list[str]) -> Any:
-    """``table`` with the columns of these names, the rest being left to the page."""
-    kept = [index for index, column in enumerate(table.columns) if column.name in names]
+    """``table`` with the columns of these names in their order, the rest being left to the page."""
+    places = {column.name: index for index, column in enumerate(table.columns)}
+    kept = [places[name] for name in names if name in places]
     rich_table = require("rich.table", "the terminal summary")
     rich_text = require("rich.text", "the terminal summary")
     box = require("rich.box", "the terminal summary").SIMPLE_HEAD

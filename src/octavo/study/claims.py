@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from octavo.report.wording import decimals
 from octavo.study.record import Row
 
 _COMMON = "commonly claimed of FP8 fine-tuning of GPT-2-sized models on Hopper"
@@ -23,6 +24,12 @@ def claim_rows(rows: Sequence[Row]) -> list[Row]:
         _quantized_bound(ptq),
         _tuned_bound(tuned),
     ]
+
+
+def signed(value: float, digits: int) -> str:
+    """A difference with its sign: a real minus as everywhere in the report, none where it rounds to zero."""
+    written = decimals(value, digits)
+    return f"+{written}" if value > 0 and written.strip("0.") else written
 
 
 def _claim(claim: str, source: str, claimed: str, measured: str, held: bool | None, why: str) -> Row:
@@ -56,7 +63,7 @@ def _accuracy(tuned: dict[str, Row]) -> Row:
         claim,
         _COMMON,
         claimed,
-        f"{lost[worst]:+.2f} % ({worst}, the most)",
+        f"{signed(lost[worst], 2)} % ({worst}, the most)",
         lost[worst] <= 2.0,
         "next-token accuracy on the test split as served, relative to fine-tuning in 16 bits; held if at most 2 %",
     )
@@ -73,7 +80,7 @@ def _perplexity(tuned: dict[str, Row]) -> Row:
         claim,
         _COMMON,
         claimed,
-        f"{lost:+.3f} ({worst}, the most)",
+        f"{signed(lost, 3)} ({worst}, the most)",
         lost < 0.5,
         f"test perplexity as served, against {base['perplexity']:.2f} of fine-tuning in 16 bits",
     )
@@ -113,7 +120,7 @@ def _quantized_bound(ptq: dict[str, Row]) -> Row:
     if base is None or row is None:
         return _claim(claim, _OWN, claimed, "", None, "the row-wise method did not run")
     change = 100 * (row["perplexity"] / base["perplexity"] - 1)
-    return _claim(claim, _OWN, claimed, f"{change:+.2f} %", abs(change) <= 3.0, "test split")
+    return _claim(claim, _OWN, claimed, f"{signed(change, 2)} %", abs(change) <= 3.0, "test split")
 
 
 def _tuned_bound(tuned: dict[str, Row]) -> Row:
@@ -122,7 +129,7 @@ def _tuned_bound(tuned: dict[str, Row]) -> Row:
     if base is None or not others:
         return _claim(claim, _OWN, claimed, "", None, "no fine-tuning in 16 bits and FP8 to compare")
     gaps = {key: 100 * (row["perplexity"] / base["perplexity"] - 1) for key, row in others.items()}
-    measured = ", ".join(f"{key} {gap:+.2f} %" for key, gap in gaps.items())
+    measured = ", ".join(f"{key} {signed(gap, 2)} %" for key, gap in gaps.items())
     return _claim(
         claim, _OWN, claimed, measured, all(abs(gap) <= 1.0 for gap in gaps.values()), "test split, as served"
     )

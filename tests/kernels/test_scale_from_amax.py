@@ -48,7 +48,7 @@ def test_compiled_into_one_graph_it_gives_the_same(epsilon: float, power_of_two:
 
 
 def test_the_operator_describes_itself_rightly() -> None:
-    torch.library.opcheck(torch.ops.octavo.scale_from_amax.default, (torch.rand(4, 1), "E4M3", 0.0, True))
+    torch.library.opcheck(torch.ops.octavo.scale_from_amax.default, (torch.rand(4, 1), "E4M3", (0.0).hex(), True))
 
 
 def test_a_tensor_off_the_gpu_takes_the_reference_and_says_why() -> None:

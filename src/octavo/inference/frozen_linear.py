@@ -100,7 +100,7 @@ class FrozenLinear(nn.Module):
         if self.input_scale is not None:
             scale, multiplier = self.input_scale, scale_from_multiplier(self.input_scale)
         else:
-            multiplier, scale = scale_rule(amax(x, granularity), E4M3, 0.0, self.scheme.power_of_two)
+            multiplier, scale = scale_rule(amax(x, granularity), E4M3, power_of_two=self.scheme.power_of_two)
         codes = cast_transpose(x, E4M3, multiplier, None).codes
         assert codes is not None, "the row-wise layout was asked for"
         bias = self.bias

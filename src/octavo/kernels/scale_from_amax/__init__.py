@@ -23,11 +23,12 @@ def scale_from_amax(
     """(multiplier, scale), each float32 of the shape of `amax` (float32, any shape, contiguous).
 
     multiplier = M / max(amax, epsilon), 1 where that is 0, clamped, as an option rounded down to a power of two;
-    scale = 1 / multiplier. While compiling, epsilon must be text (`float.hex`): of a number torch.compile(dynamic=True)
-    would make a symbol, which it then cannot take into the backward.
+    scale = 1 / multiplier. epsilon may be text (`float.hex`), and is within layers: of a number
+    torch.compile(dynamic=True) makes a symbol, which it then cannot take into the backward.
     """
     if torch.compiler.is_compiling():
-        multiplier, scale = _operator(amax, format.name, epsilon, power_of_two)
+        text = epsilon if isinstance(epsilon, str) else epsilon.hex()
+        multiplier, scale = _operator(amax, format.name, text, power_of_two)
         return multiplier, scale
     return _launch(amax, format, epsilon, power_of_two)
 

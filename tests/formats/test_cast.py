@@ -70,6 +70,7 @@ def test_fnuz_formats_have_no_negative_zero(format: Format) -> None:
 
 
 def test_the_values_that_differ_between_libraries() -> None:
+    """Case 4, here in eager code; compiled below, in Triton and on a GPU in tests/kernels and check_kernels.py."""
     x = torch.tensor([448, 449, 464, 465, 1e4, -1e4, math.inf, math.nan, 0.0, -0.0])
     saturated = [0x7E, 0x7E, 0x7E, 0x7E, 0x7E, 0xFE, 0x7E, 0x7F, 0x00, 0x80]
     assert bits(cast(x, E4M3)).tolist() == saturated

@@ -149,5 +149,5 @@ def _check_device(name: str) -> None:
     if not torch.cuda.is_available():
         raise PreflightError(f"device {name!r} was asked for, but torch finds no CUDA GPU; use --device cpu")
     count = torch.cuda.device_count()
-    if device.index is not None and device.index >= count:
+    if (device.index or 0) >= count:
         raise PreflightError(f"device {name!r} was asked for, but the last of {count} is cuda:{count - 1}")

@@ -27,7 +27,7 @@ def in_pieces(corpus: Corpus) -> Corpus:
             split = _PLACES.get(len(pieces) % 10, "train")
             pieces.append(Document(f"{document.name}@{index}", text, split))
     note = (
-        f"split within documents, which are too few or too short to split by document ({len(corpus.documents)}): "
+        f"split within documents, since {len(corpus.documents)} of this length cannot fill three splits: "
         f"{len(pieces)} consecutive pieces of at most {size:,} characters, of every ten one for validation and "
         "one for test"
     )

@@ -45,6 +45,24 @@ class Preset:
     threads: int | None = None  # of the CPU; None leaves torch's own number
 
 
+_GPT2 = Preset(
+    shape=ModelShape(layers=12, width=768, heads=12, context=1024, vocab_size=50_304, dropout=0.1),
+    batch_size=16,
+    steps=400,
+    finetune_steps=100,
+    learning_rate=6e-4,
+    finetune_learning_rate=3e-5,
+    warmup=40,
+    evaluations=20,
+    validation_tokens=65_536,
+    test_tokens=131_072,
+    evaluation_batch=16,
+    generation_batch=16,
+    generation_tokens=64,
+    generation_repeats=3,
+    tokenizer_vocabulary=8192,
+)
+
 PRESETS: dict[str, Preset] = {
     "tiny": Preset(
         shape=ModelShape(layers=4, width=128, heads=4, context=128, vocab_size=2048),
@@ -66,39 +84,12 @@ PRESETS: dict[str, Preset] = {
         # core: the threads of each product wait for one another. One thread also gives the same bits on any machine.
         threads=1,
     ),
-    "gpt2": Preset(
-        shape=ModelShape(layers=12, width=768, heads=12, context=1024, vocab_size=50_304, dropout=0.1),
-        batch_size=16,
-        steps=400,
-        finetune_steps=100,
-        learning_rate=6e-4,
-        finetune_learning_rate=3e-5,
-        warmup=40,
-        evaluations=20,
-        validation_tokens=65_536,
-        test_tokens=131_072,
-        evaluation_batch=16,
-        generation_batch=16,
-        generation_tokens=64,
-        generation_repeats=3,
-        tokenizer_vocabulary=8192,
-    ),
-    "gpt2-medium": Preset(
+    "gpt2": _GPT2,
+    "gpt2-medium": dataclasses.replace(
+        _GPT2,
         shape=ModelShape(layers=24, width=1024, heads=16, context=1024, vocab_size=50_304, dropout=0.1),
-        batch_size=16,
-        steps=400,
-        finetune_steps=100,
         learning_rate=3e-4,
         finetune_learning_rate=2e-5,
-        warmup=40,
-        evaluations=20,
-        validation_tokens=65_536,
-        test_tokens=131_072,
-        evaluation_batch=16,
-        generation_batch=16,
-        generation_tokens=64,
-        generation_repeats=3,
-        tokenizer_vocabulary=8192,
     ),
 }
 

@@ -105,7 +105,10 @@ class _Linear(torch.autograd.Function):
         num_out, num_in = rows.shape[1], ctx.x_shape[-1]
         # 1. Codes of dy in the layouts that somebody will use.
         dgrad_fp8, wgrad_fp8 = needs_dx and plan.dgrad_fp8, needs_dw and plan.wgrad_fp8
-        codes = plan.grad_output(rows, dgrad_fp8, wgrad_fp8) if dgrad_fp8 or wgrad_fp8 else None
+        codes = None
+        if dgrad_fp8 or wgrad_fp8:
+            # The same read gives the gradient of the bias.
+            codes = plan.grad_output(rows, dgrad_fp8, wgrad_fp8, needs_db)
         dx = dw = db = None
         # 2. dgrad.  [M, N] @ [N, K] -> [M, K]
         if dgrad_fp8 and codes is not None:
@@ -127,7 +130,8 @@ class _Linear(torch.autograd.Function):
             dw = (rows.t() @ _as_rows(x_high)).to(ctx.weight_dtype)
         # 4. dbias, of the high-precision dy.  [M, N] -> [N]
         if needs_db:
-            db = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            sums = None if codes is None else codes.column_sum
+            db = (rows.sum(0, dtype=torch.float32) if sums is None else sums).to(ctx.bias_dtype)
         return dx, dw, db, None, None, None
 
 
@@ -144,8 +148,11 @@ def _fprop(
     codes, scale = x_operand.row_wise
     w_codes, w_scale = w_operand.row_wise
     _count(plan, "fprop", codes, w_codes)
-    if bias is not None and padded(num_out) != num_out:
-        bias = torch.nn.functional.pad(bias, (0, padded(num_out) - num_out))
+    if bias is not None:
+        # In the dtype of the output, as torch.autocast would have it; the product adds no other without a pass more.
+        bias = bias.to(out_dtype)
+        if padded(num_out) != num_out:
+            bias = torch.nn.functional.pad(bias, (0, padded(num_out) - num_out))
     y = scaled_mm(codes, w_codes, scale, w_scale, bias, out_dtype, plan.accumulate.fprop)
     lead = x.shape[:-1]
     # A view made inside an autograd Function could not be changed in place by the user; this one is not known as a

@@ -17,10 +17,18 @@ from torch import Tensor, nn
 
 from octavo.formats import E4M3
 from octavo.inference.scheme import Scheme
-from octavo.kernels import amax, cast_transpose, pad_matrix, pad_row_scale, padded, runs_natively
-from octavo.kernels import scale_from_amax as scale_rule
+from octavo.kernels import (
+    ScaleRule,
+    amax,
+    cast_transpose,
+    pad_matrix,
+    pad_row_scale,
+    padded,
+    partial_amax,
+    runs_natively,
+)
 from octavo.kernels import scaled_mm as product
-from octavo.scaling import TENSOR, scale_from_multiplier
+from octavo.scaling import TENSOR
 from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
 from octavo.tensor import QuantizedTensor, quantize
 
@@ -97,17 +105,17 @@ class FrozenLinear(nn.Module):
     def _scaled(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """One scale a tensor, or one a row of each."""
         granularity = self.scheme.activation
-        if self.input_scale is not None:
-            scale, multiplier = self.input_scale, scale_from_multiplier(self.input_scale)
-        else:
-            multiplier, scale = scale_rule(amax(x, granularity), E4M3, power_of_two=self.scheme.power_of_two)
-        codes = cast_transpose(x, E4M3, multiplier, None).codes
+        source, rule = self.input_scale, None
+        if source is None:
+            source = partial_amax(x) if granularity is TENSOR else amax(x, granularity)
+            rule = ScaleRule(power_of_two=self.scheme.power_of_two)
+        codes, scale = cast_transpose(x, E4M3, source, None, rule=rule)[:2]
         assert codes is not None, "the row-wise layout was asked for"
+        assert scale is not None, "codes come with their scale"
         bias = self.bias
         if bias is not None and padded(self.out_features) != self.out_features:
             bias = nn.functional.pad(bias, (0, padded(self.out_features) - self.out_features))
         weight_scale = pad_row_scale(self.weight_scale)
-        scale = scale if granularity is TENSOR else pad_row_scale(scale)
         out = product(codes, self._padded_weight(), scale, weight_scale, bias, dtype, "fast")
         return out[: x.shape[0], : self.out_features]
 

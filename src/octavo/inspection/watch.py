@@ -68,8 +68,8 @@ class watch:
         def observe(operand: OperandName, quantizer: Quantizer) -> Quantizer:
             inner = quantizer if outer is None else outer(operand, quantizer)
 
-            def watched(x: Tensor, rowwise: bool, columnwise: bool) -> Operand:
-                result = inner(x, rowwise, columnwise)
+            def watched(x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
+                result = inner(x, rowwise, columnwise, column_sum)
                 self._record((layer, operand), x, result)
                 return result
 

@@ -1,10 +1,9 @@
 """Operations on plain tensors: for each a contract, a PyTorch reference that defines it, and a Triton twin."""
 
-from octavo.kernels.amax import amax
-from octavo.kernels.cast_transpose import CastOutput, cast_transpose
+from octavo.kernels.amax import amax, amax_by_row_and_column, partial_amax
+from octavo.kernels.cast_transpose import CastOutput, ScaleRule, cast_transpose
 from octavo.kernels.delayed_update import delayed_update
 from octavo.kernels.layout import ALIGNMENT, SCALE_ALIGNMENT, pad_matrix, pad_row_scale, padded
-from octavo.kernels.scale_from_amax import scale_from_amax
 from octavo.kernels.scaled_mm import Accumulation, runs_natively, scaled_mm
 
 __all__ = [
@@ -12,13 +11,15 @@ __all__ = [
     "SCALE_ALIGNMENT",
     "Accumulation",
     "CastOutput",
+    "ScaleRule",
     "amax",
+    "amax_by_row_and_column",
     "cast_transpose",
     "delayed_update",
     "pad_matrix",
     "pad_row_scale",
     "padded",
+    "partial_amax",
     "runs_natively",
-    "scale_from_amax",
     "scaled_mm",
 ]

@@ -8,6 +8,8 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from octavo.formats import E4M3, E5M2
+
 
 @functools.cache
 def triton_is_installed() -> bool:
@@ -31,6 +33,15 @@ def device_reasons(device: torch.device) -> list[str]:
         # PTX for sm_89 rounds the conversion from float32 by way of fp16 toward zero; older cards have no conversion.
         return [f"compute capability {major}.{minor}: exact FP8 conversion needs 9.0 (Hopper) or later"]
     return []
+
+
+def runs_compiled(index: int | None, format_name: str = E4M3.name) -> bool:
+    """True if compiled code for CUDA device `index` takes the Triton kernels, for codes of the format called so."""
+    return format_name in (E4M3.name, E5M2.name) and not device_reasons(torch.device("cuda", index or 0))
+
+
+# Dynamo runs it while it traces. (torch.compiler.assume_constant_result sets this, and imports Dynamo to do so.)
+runs_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def uses_triton(x: Tensor) -> bool:

@@ -100,7 +100,9 @@ class FP8LinearMixin(nn.Module):
         if call.recipe.delayed is not None and not torch.compiler.is_compiling():
             self._notice_forgotten_update()
         operand = None if cached_weight is None else self._cached(weight, plan, cached_weight)
-        return linear(x, weight, self.added_bias(), plan, _out_dtype(x), operand)
+        out_dtype = _out_dtype(x)
+        # Under torch.autocast a product's input has its dtype: there the compiler casts as it writes what came before.
+        return linear(x.to(out_dtype), weight, self.added_bias(), plan, out_dtype, operand)
 
     def _high_precision(self, x: Tensor, weight: Tensor, call: Call) -> Tensor:
         if isinstance(weight, QuantizedTensor):

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
-
 from octavo.recipes import Recipe
 from octavo.runtime.autocast import (
     calibrated_recipe,
@@ -27,8 +25,14 @@ from octavo.runtime.autocast import (
     trains,
 )
 from octavo.runtime.layer_state import LayerState
+from octavo.tensor import UsedScale
 
-Scales = tuple[Tensor, Tensor]  # multiplier, scale
+
+class UsedScales(NamedTuple):
+    """The scales that a forward cast its operands with."""
+
+    input: UsedScale
+    weight: UsedScale
 
 
 class Call(NamedTuple):
@@ -37,14 +41,15 @@ class Call(NamedTuple):
     Attributes:
         recipe: None for high precision.
         gather: amaxes of this call join the step's.
-        input_scales, weight_scales: fixed for a recompute with delayed scaling; None takes the state's.
+        used: with delayed scaling, where the scales of this call are noted as it runs.
+        repeats: of a recompute, the call that it repeats, whose scales it takes.
         from_data: per operand, measure the scale.
     """
 
     recipe: Recipe | None
     gather: bool
-    input_scales: Scales | None = None
-    weight_scales: Scales | None = None
+    used: UsedScales | None = None
+    repeats: UsedScales | None = None
     from_data: tuple[bool, bool, bool] = (False, False, False)
 
 
@@ -101,7 +106,7 @@ def layer_call(state: LayerState, own: Recipe | None, name: str | None) -> Call:
         call = used = repeated
     else:
         call = _fresh_call(state, own, name)
-        used = _fixed(state, call)
+        used = _fixed(call)
         if tape is not None:
             tape.record(used)
     if torch.is_grad_enabled():
@@ -126,21 +131,14 @@ def _fresh_call(state: LayerState, own: Recipe | None, name: str | None) -> Call
         if context is not None:
             state.context = context
     flags = state.input.from_data, state.weight.from_data, state.grad_output.from_data
-    return Call(recipe, gather, from_data=flags)
+    # Compiled code never runs a recompute through here, and would make outputs of what is noted.
+    used = None if torch.compiler.is_compiling() else UsedScales(UsedScale(), UsedScale())
+    return Call(recipe, gather, used, from_data=flags)
 
 
-def _fixed(state: LayerState, call: Call) -> Call:
-    """The call as its recompute runs it: with the very tensors that held the scales."""
-    recipe, _, _, _, from_data = call
-    if recipe is None or recipe.delayed is None:
-        return call
-    return Call(
-        recipe,
-        False,
-        None if from_data[0] else (state.input.multiplier, state.input.scale),
-        None if from_data[1] else (state.weight.multiplier, state.weight.scale),
-        from_data,
-    )
+def _fixed(call: Call) -> Call:
+    """The call as its recompute runs it: with the scales that it will have used."""
+    return call._replace(gather=False, used=None, repeats=call.used)
 
 
 def _repeated_call(state: LayerState) -> Call | None:

@@ -46,11 +46,13 @@ def plan_linear(call: Call, state: LayerState, name: str, observer: Observer | N
     grad_quantizer: Quantizer
     if delayed:
         from_x, from_w, from_dy = call.from_data
+        fixed_x, fixed_w = (None, None) if call.repeats is None else (used.scale for used in call.repeats)
+        note_x, note_w = (None, None) if call.used is None else call.used
         input_quantizer = DelayedQuantizer(
-            specs.input, state.input, gather=call.gather, from_data=from_x, scale=call.input_scales
+            specs.input, state.input, gather=call.gather, from_data=from_x, scale=fixed_x, used=note_x
         )
         weight_quantizer = DelayedQuantizer(
-            specs.weight, state.weight, gather=call.gather, from_data=from_w, scale=call.weight_scales
+            specs.weight, state.weight, gather=call.gather, from_data=from_w, scale=fixed_w, used=note_w
         )
         grad_quantizer = DelayedQuantizer(specs.grad_output, state.grad_output, gather=True, from_data=from_dy)
     else:

@@ -137,7 +137,7 @@ def _update_kind(kind: _Kind, operands: list[OperandState], last: Tensor | None)
         operand.resize(kind.update.amax_history_len)
     last = torch.stack([operand.gathered for operand in operands]) if last is None else last
     took_part = _took_part(operands, last)
-    history, scale, multiplier = delayed_update(
+    history, scale = delayed_update(
         torch.stack([operand.history for operand in operands]),
         torch.stack([operand.scale for operand in operands]),
         last,
@@ -145,7 +145,7 @@ def _update_kind(kind: _Kind, operands: list[OperandState], last: Tensor | None)
         kind.update.margin,
         kind.update.algorithm,
     )
-    rows = zip(operands, took_part, history.unbind(), _apart(scale), _apart(multiplier), strict=True)
+    rows = zip(operands, took_part, history.unbind(), _apart(scale), strict=True)
     for operand, gathered, *fresh in rows:
         operand.adopt(*fresh)
         operand.close_step(gathered)

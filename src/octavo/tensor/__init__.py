@@ -4,7 +4,7 @@ from octavo.tensor.matmul import scaled_mm
 from octavo.tensor.operand_state import OperandState
 from octavo.tensor.quantize import cast_to_representable, quantize
 from octavo.tensor.quantized_tensor import QuantizedTensor
-from octavo.tensor.quantizer import CurrentQuantizer, DelayedQuantizer, Operand, Quantizer, StaticQuantizer
+from octavo.tensor.quantizer import CurrentQuantizer, DelayedQuantizer, Operand, Quantizer, StaticQuantizer, UsedScale
 from octavo.tensor.spec import QuantizeSpec
 from octavo.tensor.weight_operand import operand_of
 
@@ -17,6 +17,7 @@ __all__ = [
     "QuantizedTensor",
     "Quantizer",
     "StaticQuantizer",
+    "UsedScale",
     "cast_to_representable",
     "operand_of",
     "quantize",

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from octavo.formats import format_of
-from octavo.kernels import Accumulation, amax, cast_transpose, pad_matrix, pad_row_scale
+from octavo.kernels import Accumulation, cast_transpose, pad_matrix, pad_row_scale
 from octavo.kernels import scaled_mm as scaled_mm_kernel
-from octavo.scaling import COLUMN, ROW, TENSOR, scale_from_multiplier
+from octavo.scaling import COLUMN, ROW, TENSOR
 from octavo.tensor.quantized_tensor import QuantizedTensor
 
 _HIGH = (torch.float32, torch.bfloat16, torch.float16)
@@ -80,10 +80,10 @@ def _scaled_mm_to_fp8(
         raise ValueError(f"out_dtype {out_dtype} needs out_scale, with value = code * out_scale")
     high = scaled_mm(a, b, scale_a, scale_b, bias, torch.float32, None, accumulate)
     assert isinstance(high, Tensor), "a float32 product is one tensor"
-    multiplier = scale_from_multiplier(out_scale.float().reshape(()))
-    cast = cast_transpose(high, format, multiplier, None)
-    assert cast.codes is not None, "the row-wise layout was asked for"
-    return cast.codes[: high.shape[0], : high.shape[1]].contiguous(), amax(high)
+    largest = torch.zeros((), dtype=torch.float32, device=high.device)
+    codes = cast_transpose(high, format, out_scale.float().reshape(()), None, gathered=largest).codes
+    assert codes is not None, "the row-wise layout was asked for"
+    return codes[: high.shape[0], : high.shape[1]].contiguous(), largest
 
 
 def _padded(codes: Tensor) -> Tensor:

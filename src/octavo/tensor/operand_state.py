@@ -2,8 +2,9 @@
 
 Three rules keep it right under autograd, the compiler and checkpointing:
 
-- The scale of a forward operand is never written in place. An update makes a new tensor and gives it the name, so that
-  whatever a forward read stays as it was until its backward is through, however many forwards are pending.
+- The scale of a forward operand is not written in place. An update makes a new tensor and gives it the name, so that
+  what compiled code read in a forward stays as it was until its backward is through. (Eager code has the scale of each
+  cast with its codes.) Only while a CUDA graph is captured are addresses kept, since a replay reads those it knows.
 - The scale of a gradient is written in place, past autograd's version counter (`Tensor.data`): the backward of a step
   is meant to see the update made at the end of that step's forward, in eager and in compiled code alike.
 - Amaxes gather by max into one small tensor of fixed identity. 0 means that nothing was gathered.
@@ -18,10 +19,10 @@ from octavo.scaling import resized_history, scale_from_multiplier
 
 
 class OperandState:
-    """Scale, its reciprocal, the gathered amax and the past amaxes of one operand; float32.
+    """Scale, the gathered amax and the past amaxes of one operand; float32.
 
     Attributes:
-        scale, multiplier: [], value = code * scale, code = cast(value * multiplier).
+        scale: [], value = code * scale.
         gathered: [], the amax of the current step so far.
         history: [L]; position 0 is unused here and stands for `gathered` in a state dict.
         late_bound: the operand is a gradient, see the module.
@@ -31,7 +32,6 @@ class OperandState:
     """
 
     scale: Tensor
-    multiplier: Tensor
     gathered: Tensor
     history: Tensor
 
@@ -47,7 +47,6 @@ class OperandState:
         """Back to scale 1 and no history, on `device`."""
         self.is_known = False
         self.scale = torch.ones((), dtype=torch.float32, device=device)
-        self.multiplier = torch.ones((), dtype=torch.float32, device=device)
         self.gathered = torch.zeros((), dtype=torch.float32, device=device)
         self.history = torch.zeros(1, dtype=torch.float32, device=device)
 
@@ -57,26 +56,33 @@ class OperandState:
             self.reset(self.gathered.device)
         self.from_data = True
 
+    @property
+    def multiplier(self) -> Tensor:
+        """[], code = cast(value * multiplier)."""
+        return scale_from_multiplier(self.scale)
+
     def gather(self, amax: Tensor) -> None:
         """Merge the amax of one cast into this step's, by max."""
         self.gathered.copy_(torch.maximum(self.gathered, amax))
 
-    def adopt(self, history: Tensor, scale: Tensor, multiplier: Tensor) -> None:
+    def adopt(self, history: Tensor, scale: Tensor) -> None:
         """Take over the result of an update."""
-        self.history = history
-        self._set_scale(scale, multiplier)
-
-    def _set_scale(self, scale: Tensor, multiplier: Tensor) -> None:
-        if self.late_bound:
-            self.scale.data.copy_(scale)
-            self.multiplier.data.copy_(multiplier)
+        if stays_in_place():
+            self.history.copy_(history)
         else:
-            self.scale, self.multiplier = scale, multiplier
+            self.history = history
+        self._set_scale(scale)
+
+    def _set_scale(self, scale: Tensor) -> None:
+        if self.late_bound or stays_in_place():
+            self.scale.data.copy_(scale)
+        else:
+            self.scale = scale
 
     def rescale(self, factor: float) -> None:
         """Provide for the amaxes so far, if there are any, in a format whose largest value is smaller by `factor`."""
         scale = self.scale * torch.where(self.history.amax() > 0, factor, 1.0)
-        self._set_scale(scale, scale_from_multiplier(scale))
+        self._set_scale(scale)
 
     def has_gathered_by_now(self) -> bool:
         """For compiled code, which cannot look: True if this step has gathered, by the order of things.
@@ -121,7 +127,6 @@ class OperandState:
         self.from_data = bool(scale.isnan())
         if not self.from_data:
             self.scale.copy_(scale.reshape(()))
-            self.multiplier = scale_from_multiplier(self.scale)
         self.history = history.detach().to(device=device, dtype=torch.float32, copy=True)
         if float(history[0]) > 0:
             self.gathered.copy_(self.history[0])
@@ -136,5 +141,10 @@ class OperandState:
             self.reset(device)
             return
         with torch.inference_mode(False):
-            for name in ("scale", "multiplier", "gathered", "history"):
+            for name in ("scale", "gathered", "history"):
                 setattr(self, name, getattr(self, name).to(device))
+
+
+def stays_in_place() -> bool:
+    """True while a CUDA graph is captured: what a replay is to find again may get no new address."""
+    return not torch.compiler.is_compiling() and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -11,22 +11,27 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from octavo.kernels import amax, cast_transpose, pad_row_scale, scale_from_amax
-from octavo.scaling import COLUMN, ROW, TENSOR, Granularity
+from octavo.kernels import ScaleRule, amax_by_row_and_column, cast_transpose, partial_amax
+from octavo.scaling import TENSOR
 from octavo.tensor.operand_state import OperandState
 from octavo.tensor.spec import QuantizeSpec
+
+# How a scale is measured while a history is still empty.
+MEASURED = ScaleRule()
 
 
 class Operand(NamedTuple):
     """A matrix [M, K] as codes in one or both layouts, each K-major and padded to multiples of 16, with its scale.
 
-    codes [M', K'] with scale [] or [M', 1]; codes_t [K', M'] with scale_t [] or [K', 1].
+    codes [M', K'] with scale [] or [M', 1]; codes_t [K', M'] with scale_t [] or [K', 1]; column_sum [K], the float32 sums
+    over the rows.
     """
 
     codes: Tensor | None
     scale: Tensor | None
     codes_t: Tensor | None
     scale_t: Tensor | None
+    column_sum: Tensor | None = None
 
     @property
     def row_wise(self) -> tuple[Tensor, Tensor]:
@@ -51,8 +56,8 @@ class Operand(NamedTuple):
 class Quantizer(Protocol):
     """Makes an operand of a matrix."""
 
-    def __call__(self, x: Tensor, rowwise: bool, columnwise: bool) -> Operand:
-        """Codes of x [M, K] in the layouts asked for."""
+    def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
+        """Codes of x [M, K] in the layouts asked for, and on request the sums over its rows."""
         ...
 
 
@@ -62,39 +67,50 @@ class CurrentQuantizer:
     def __init__(self, spec: QuantizeSpec) -> None:
         self.spec = spec
 
-    def __call__(self, x: Tensor, rowwise: bool, columnwise: bool) -> Operand:
+    def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
         """Codes of x [M, K] under scales measured from it."""
         spec = self.spec
+        by_row: Tensor | None
+        by_column: Tensor | None
         if spec.granularity is TENSOR:
-            multiplier, scale = self._scale(x, TENSOR)
-            out = cast_transpose(
+            by_row = by_column = partial_amax(x)
+        else:
+            # One scale a row of each layout: a row of the transposed matrix is a column of x.
+            by_row, by_column = amax_by_row_and_column(x, rowwise, columnwise)
+        return Operand(
+            *cast_transpose(
                 x,
                 spec.format,
-                multiplier if rowwise else None,
-                multiplier if columnwise else None,
+                by_row if rowwise else None,
+                by_column if columnwise else None,
+                rule=spec.rule,
                 inf_to_nan=spec.inf_to_nan,
+                column_sum=column_sum,
             )
-            return Operand(out.codes, scale if rowwise else None, out.codes_t, scale if columnwise else None)
-        # One scale a row of each layout: a row of the transposed matrix is a column of x.
-        by_row = self._scale(x, ROW) if rowwise else (None, None)
-        by_column = self._scale(x, COLUMN) if columnwise else (None, None)
-        out = cast_transpose(x, spec.format, by_row[0], by_column[0], inf_to_nan=spec.inf_to_nan)
-        scale_t = by_column[1]
-        return Operand(
-            out.codes,
-            None if by_row[1] is None else pad_row_scale(by_row[1]),
-            out.codes_t,
-            None if scale_t is None else pad_row_scale(scale_t.reshape(-1, 1)),
         )
 
-    def _scale(self, x: Tensor, granularity: Granularity) -> tuple[Tensor, Tensor]:
-        return scale_from_amax(amax(x, granularity), self.spec.format, self.spec.epsilon_text, self.spec.power_of_two)
+
+class UsedScale:
+    """The scale that an operand was last cast with: what a recompute of that cast must take again."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale: Tensor | None = None
 
 
 class DelayedQuantizer:
     """Delayed scaling: the scale comes from `state`, the amax of this cast is gathered there.
 
     While the state knows no scale (`from_data`) the scale is measured, as current scaling would.
+
+    Args:
+        spec: format, and what becomes of inf.
+        state: scale and gathered amax.
+        gather: the amax joins the step's.
+        from_data: measure the scale.
+        scale: [], taken instead of the state's.
+        used: told the scale of each cast.
     """
 
     def __init__(
@@ -104,33 +120,35 @@ class DelayedQuantizer:
         *,
         gather: bool,
         from_data: bool,
-        scale: tuple[Tensor, Tensor] | None = None,
+        scale: Tensor | None = None,
+        used: UsedScale | None = None,
     ) -> None:
         self.spec = spec
         self.state = state
         self.gather = gather
         self.from_data = from_data
         self.fixed = scale
+        self.used = used
 
-    def __call__(self, x: Tensor, rowwise: bool, columnwise: bool) -> Operand:
+    def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
         """Codes of x [M, K] under the state's scale; its amax is gathered."""
-        state = self.state
-        if self.fixed is not None:
-            multiplier, scale = self.fixed
-        elif self.from_data:
-            multiplier, scale = scale_from_amax(amax(x), self.spec.format)
-        else:
-            multiplier, scale = state.multiplier, state.scale
-        out = cast_transpose(
-            x,
-            self.spec.format,
-            multiplier if rowwise else None,
-            multiplier if columnwise else None,
-            inf_to_nan=self.spec.inf_to_nan,
+        measured = self.from_data and self.fixed is None
+        source = partial_amax(x) if measured else self.state.scale if self.fixed is None else self.fixed
+        operand = Operand(
+            *cast_transpose(
+                x,
+                self.spec.format,
+                source if rowwise else None,
+                source if columnwise else None,
+                rule=MEASURED if measured else None,
+                gathered=self.state.gathered if self.gather else None,
+                inf_to_nan=self.spec.inf_to_nan,
+                column_sum=column_sum,
+            )
         )
-        if self.gather:
-            state.gather(out.amax)
-        return Operand(out.codes, scale if rowwise else None, out.codes_t, scale if columnwise else None)
+        if self.used is not None:
+            self.used.scale = operand.scale if rowwise else operand.scale_t
+        return operand
 
 
 class StaticQuantizer:
@@ -139,17 +157,18 @@ class StaticQuantizer:
     def __init__(self, spec: QuantizeSpec) -> None:
         self.spec = spec
 
-    def __call__(self, x: Tensor, rowwise: bool, columnwise: bool) -> Operand:
+    def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
         """Codes of x [M, K] under the given scale."""
         value = self.spec.static_scale
         assert value is not None, "a static spec holds its scale"
         scale = torch.full((), value, dtype=torch.float32, device=x.device)
-        multiplier = torch.full((), 1.0 / value, dtype=torch.float32, device=x.device)
-        out = cast_transpose(
-            x,
-            self.spec.format,
-            multiplier if rowwise else None,
-            multiplier if columnwise else None,
-            inf_to_nan=self.spec.inf_to_nan,
+        return Operand(
+            *cast_transpose(
+                x,
+                self.spec.format,
+                scale if rowwise else None,
+                scale if columnwise else None,
+                inf_to_nan=self.spec.inf_to_nan,
+                column_sum=column_sum,
+            )
         )
-        return Operand(out.codes, scale if rowwise else None, out.codes_t, scale if columnwise else None)

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from octavo.formats import Format
+from octavo.kernels import ScaleRule
 from octavo.scaling import TENSOR, Granularity
 
 Scaling = Literal["current", "delayed", "static"]
@@ -38,13 +39,13 @@ class QuantizeSpec:
     static_scale: float | None = None
 
     @property
-    def epsilon_text(self) -> str:
-        """epsilon as `float.hex` gives it, see `octavo.kernels.scale_from_amax`."""
-        text: str = self.__dict__["_epsilon_text"]
-        return text
+    def rule(self) -> ScaleRule:
+        """How current scaling makes a scale of an amax."""
+        rule: ScaleRule = self.__dict__["_rule"]
+        return rule
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_epsilon_text", float(self.epsilon).hex())
+        object.__setattr__(self, "_rule", ScaleRule(float(self.epsilon).hex(), self.power_of_two))
         if self.scaling not in ("current", "delayed", "static"):
             raise ValueError(f"scaling is {self.scaling!r}: expected 'current', 'delayed' or 'static'")
         if self.epsilon < 0:

@@ -1,4 +1,4 @@
-"""amax: one read of a matrix, the largest finite magnitude of the whole, of each row, or of each column.
+"""amax: one read of a matrix, the largest finite magnitude of the whole, of each row, of each column.
 
 Price: a pass over memory of its own (2 bytes an element in bf16), which delayed scaling does without.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.kernels.amax.reference import amax_reference
+from octavo.kernels.amax.reference import amax_by_row_and_column_reference, amax_reference
 from octavo.kernels.library import register
-from octavo.kernels.triton_support import device_reasons, uses_triton
-from octavo.scaling import COLUMN, ROW, TENSOR, Granularity, granularity_named
+from octavo.kernels.triton_support import device_reasons, runs_compiled, uses_triton
+from octavo.scaling import COLUMN, ROW, TENSOR, Granularity
 
 
 def amax(x: Tensor, granularity: Granularity = TENSOR) -> Tensor:
@@ -24,10 +24,33 @@ def amax(x: Tensor, granularity: Granularity = TENSOR) -> Tensor:
     Raises:
         ValueError: x is no floating-point matrix, or the granularity another one.
     """
+    if granularity is TENSOR:
+        return partial_amax(x).amax()
+    if granularity not in (ROW, COLUMN):
+        raise ValueError(
+            f"amax by tensor, row or column, found granularity {granularity.name}: use scaling.block_amax for blocks"
+        )
+    by_row, by_column = amax_by_row_and_column(x, granularity is ROW, granularity is COLUMN)
+    largest = by_row if granularity is ROW else by_column
+    assert largest is not None, "one of the two was asked for"
+    return largest
+
+
+def partial_amax(x: Tensor) -> Tensor:
+    """Maxima [P] of parts of a matrix x [M, K], of which the largest is its amax; P is the implementation's choice.
+
+    `cast_transpose` takes them as they are, without a launch to join them.
+    """
     if torch.compiler.is_compiling():
-        result: Tensor = _operator(x, granularity.name)
-        return result
-    return _launch(x, granularity)
+        return _compiled_partial(x)
+    return _launch_partial(x)
+
+
+def amax_by_row_and_column(x: Tensor, row: bool = True, column: bool = True) -> tuple[Tensor | None, Tensor | None]:
+    """(amax of each row [M, 1], amax of each column [1, K]) of a matrix x [M, K] in one read; None for one not wanted."""
+    if torch.compiler.is_compiling():
+        return _compiled_by_row_and_column(x, row, column)
+    return _launch_by_row_and_column(x, row, column)
 
 
 def unsupported_reasons(x: Tensor) -> list[str]:
@@ -35,29 +58,75 @@ def unsupported_reasons(x: Tensor) -> list[str]:
     return device_reasons(x.device)
 
 
-def _launch(x: Tensor, granularity: Granularity) -> Tensor:
+def _check(x: Tensor) -> None:
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"amax takes a floating-point matrix [M, K], found {x.dtype} of shape {tuple(x.shape)}")
-    if granularity not in (TENSOR, ROW, COLUMN):
-        raise ValueError(
-            f"amax by tensor, row or column, found granularity {granularity.name}: use scaling.block_amax for blocks"
-        )
+
+
+def _launch_partial(x: Tensor) -> Tensor:
+    _check(x)
     if uses_triton(x) and x.numel():
-        from octavo.kernels.amax.triton_kernel import amax_triton
+        from octavo.kernels.amax.triton_kernel import partial_amax_triton
 
-        return amax_triton(x, granularity)
-    return amax_reference(x, granularity)
-
-
-def _fake(x: Tensor, granularity: str) -> Tensor:
-    shape = {"tensor": (), "row": (x.shape[0], 1), "column": (1, x.shape[1])}[granularity]
-    return x.new_empty(shape, dtype=torch.float32)
+        return partial_amax_triton(x)
+    return amax_reference(x, TENSOR).reshape(1)
 
 
-_operator = register(
-    "amax(Tensor x, str granularity) -> Tensor",
-    lambda x, granularity: _launch(x, granularity_named(granularity)),
-    _fake,
+def _launch_by_row_and_column(x: Tensor, row: bool, column: bool) -> tuple[Tensor | None, Tensor | None]:
+    _check(x)
+    if uses_triton(x) and x.numel():
+        from octavo.kernels.amax.triton_kernel import amax_by_row_and_column_triton
+
+        return amax_by_row_and_column_triton(x, row, column)
+    return amax_by_row_and_column_reference(x, row, column)
+
+
+def _compiled_partial(x: Tensor) -> Tensor:
+    if x.is_cuda and runs_compiled(x.device.index):
+        from octavo.kernels.compiled import partial_amax_inductor
+
+        result: Tensor = partial_amax_inductor(x)
+        return result
+    result = _partial_operator(x)
+    return result
+
+
+def _compiled_by_row_and_column(x: Tensor, row: bool, column: bool) -> tuple[Tensor | None, Tensor | None]:
+    if x.is_cuda and runs_compiled(x.device.index):
+        from octavo.kernels.compiled import amax_by_row_and_column_inductor
+
+        by_row, by_column = amax_by_row_and_column_inductor(x, row, column)
+    else:
+        by_row, by_column = _by_row_and_column_operator(x, row, column)
+    return by_row if row else None, by_column if column else None
+
+
+def _by_row_and_column(x: Tensor, row: bool, column: bool) -> tuple[Tensor, Tensor]:
+    by_row, by_column = _launch_by_row_and_column(x, row, column)
+    # An operator returns tensors only: what was left out is an empty one.
+    return (
+        x.new_empty(0, dtype=torch.float32) if by_row is None else by_row,
+        x.new_empty(0, dtype=torch.float32) if by_column is None else by_column,
+    )
+
+
+_partial_operator = register(
+    "partial_amax(Tensor x) -> Tensor", _launch_partial, lambda x: x.new_empty(1, dtype=torch.float32)
+)
+_by_row_and_column_operator = register(
+    "amax_by_row_and_column(Tensor x, bool row, bool column) -> (Tensor, Tensor)",
+    _by_row_and_column,
+    lambda x, row, column: (
+        x.new_empty((x.shape[0], 1) if row else (0,), dtype=torch.float32),
+        x.new_empty((1, x.shape[1]) if column else (0,), dtype=torch.float32),
+    ),
 )
 
-__all__ = ["amax", "amax_reference", "unsupported_reasons"]
+__all__ = [
+    "amax",
+    "amax_by_row_and_column",
+    "amax_by_row_and_column_reference",
+    "amax_reference",
+    "partial_amax",
+    "unsupported_reasons",
+]

@@ -21,3 +21,8 @@ def amax_reference(x: Tensor, granularity: Granularity) -> Tensor:
     if granularity is TENSOR:
         return magnitude.amax().float()
     return magnitude.amax(dim=1 if granularity is ROW else 0, keepdim=True).float()
+
+
+def amax_by_row_and_column_reference(x: Tensor, row: bool, column: bool) -> tuple[Tensor | None, Tensor | None]:
+    """As `octavo.kernels.amax.amax_by_row_and_column`; any device."""
+    return amax_reference(x, ROW) if row else None, amax_reference(x, COLUMN) if column else None

@@ -1,10 +1,10 @@
-"""amax on a GPU: one read, a maximum over bits, one atomic a block.
+"""amax on a GPU: one read of a matrix.
 
-The bits of a non-negative float32 order as the integers they are, so magnitudes are compared as int32: subnormals keep
-their order whatever the flushing mode, and everything from the bits of inf upward is not finite.
+Of the whole, each program strides through the matrix and writes one partial maximum: nothing to set to zero first, no
+atomics, and whoever casts the matrix next takes the largest of the few (`cast_transpose`). By row and by column in one
+read, blocks meet in atomic maxima on memory that starts at zero.
 
-The matrix is seen as [kept, reduced]; each index of `kept` has a result of its own (of a whole tensor, none has).
-Blocks of one result meet in an atomic maximum on memory that starts at zero; one block that covers `reduced` writes.
+|x| is compared as float32; inf and NaN count as 0.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -15,86 +15,132 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.scaling import COLUMN, TENSOR, Granularity
+from octavo.kernels.launcher import Launcher, specialization
 
-# Elements of a block: 32 a thread, four 16-byte loads of bf16 in flight.
+# Elements of a block of a whole matrix: 32 a thread, four 16-byte loads of bf16 in flight.
 _BLOCK = 8192
-_WARPS = 8
-# Results of a block whose reduced dimension is not the contiguous one: 256 bytes of bf16 a row.
-_BLOCK_KEPT = 128
+WARPS = 8
+_NARROW = 64
+# At most so many programs, two for each multiprocessor of an H200; a power of two, as cast_transpose reads them.
+_MOST_PARTIALS = 256
+# Extents of a block by row and column: 256 bytes of a row of bf16, and few atomics an element.
+_BLOCK_ROWS = 128
+_BLOCK_COLUMNS = 128
 
 
 @triton.jit
-def finite_magnitude_bits(x):
-    """Bits of |x| as int32 (x float32, any shape); 0 where x is inf or NaN."""
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.where(bits < 0x7F800000, bits, 0)
+def finite_magnitude(x):
+    """|x| as float32; 0 where x is inf or NaN."""
+    magnitude = tl.abs(x.to(tl.float32))
+    return tl.where(magnitude < float("inf"), magnitude, 0.0)
 
 
-@triton.jit
-def amax_kernel(
-    x,
-    out,
-    kept,
-    reduced,
-    stride_kept,
-    stride_reduced,
-    KEEP: tl.constexpr,
-    ATOMIC: tl.constexpr,
-    BLOCK_KEPT: tl.constexpr,
-    BLOCK_REDUCED: tl.constexpr,
+@triton.jit(do_not_specialize=("rows",))
+def partial_amax_kernel(
+    x, out, rows, columns, stride_row, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PARTIALS: tl.constexpr
 ):
-    """Largest finite magnitude of one block [BLOCK_KEPT, BLOCK_REDUCED] of x [kept, reduced]."""
-    # 1. Which block; 64 bits, since an offset can exceed 2^31.
-    tiles_reduced = tl.cdiv(reduced, BLOCK_REDUCED)
-    index = (tl.program_id(0) // tiles_reduced).to(tl.int64) * BLOCK_KEPT + tl.arange(0, BLOCK_KEPT)
-    along = (tl.program_id(0) % tiles_reduced).to(tl.int64) * BLOCK_REDUCED + tl.arange(0, BLOCK_REDUCED)
-    inside = (index < kept)[:, None] & (along < reduced)[None, :]
-    offsets = index[:, None] * stride_kept + along[None, :] * stride_reduced
-    # 2. The maximum within the block, and among blocks.
-    bits = finite_magnitude_bits(tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32))
-    if KEEP:
-        largest = tl.max(bits, axis=1).to(tl.float32, bitcast=True)
-        if ATOMIC:
-            tl.atomic_max(out + index, largest, mask=index < kept, sem="relaxed")
-        else:
-            tl.store(out + index, largest, mask=index < kept)
-    else:
-        largest = tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True)
-        tl.atomic_max(out, largest, sem="relaxed")
+    """Largest finite magnitude of every PARTIALS-th block of x [rows, columns] (rows contiguous) -> out [PARTIALS].
+
+    A block is BLOCK // WIDTH rows of WIDTH columns.
+    """
+    HEIGHT: tl.constexpr = BLOCK // WIDTH
+    tiles_wide = tl.cdiv(columns, WIDTH)
+    tiles = tl.cdiv(rows, HEIGHT) * tiles_wide
+    largest = tl.zeros([HEIGHT, WIDTH], tl.float32)
+    for tile in range(tl.program_id(0), tiles, PARTIALS):
+        # 64 bits, since an offset can exceed 2^31.
+        row = (tile // tiles_wide).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
+        column = (tile % tiles_wide).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        block = tl.load(x + row[:, None] * stride_row + column[None, :], mask=inside, other=0.0)
+        largest = tl.maximum(largest, finite_magnitude(block))
+    tl.store(out + tl.program_id(0), tl.max(tl.max(largest, axis=1), axis=0))
 
 
-def amax_triton(x: Tensor, granularity: Granularity) -> Tensor:
-    """As `octavo.kernels.amax.amax`, for an x of at least one element on a device that Triton compiles for."""
-    if x.dtype == torch.float64:
-        x = x.float()
-    kept, reduced = (x.shape[1], x.shape[0]) if granularity is COLUMN else (x.shape[0], x.shape[1])
-    stride_kept, stride_reduced = x.stride()
-    if granularity is COLUMN:
-        stride_kept, stride_reduced = stride_reduced, stride_kept
-    keep = granularity is not TENSOR
-    if not keep and (x.is_contiguous() or x.t().is_contiguous()):
-        # Without gaps, a matrix is a vector.
-        kept, reduced, stride_kept, stride_reduced = 1, x.numel(), x.numel(), 1
-    elif not keep and stride_kept < stride_reduced:
-        kept, reduced, stride_kept, stride_reduced = reduced, kept, stride_reduced, stride_kept
+@triton.jit(do_not_specialize=("rows",), do_not_specialize_on_alignment=("by_row", "by_column"))
+def amax_by_row_and_column_kernel(
+    x,
+    by_row,
+    by_column,
+    rows,
+    columns,
+    stride_row,
+    HAS_ROW: tl.constexpr,
+    HAS_COLUMN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """One block of x [rows, columns] (rows contiguous) -> its part of by_row [rows] and by_column [columns], by max."""
+    tiles_wide = tl.cdiv(columns, BLOCK_COLUMNS)
+    row = (tl.program_id(0) // tiles_wide).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = (tl.program_id(0) % tiles_wide).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    magnitude = finite_magnitude(
+        tl.load(x + row[:, None] * stride_row + column[None, :], mask=inside, other=0.0)
+    )
+    if HAS_ROW:
+        tl.atomic_max(by_row + row, tl.max(magnitude, axis=1), mask=row < rows, sem="relaxed")
+    if HAS_COLUMN:
+        tl.atomic_max(by_column + column, tl.max(magnitude, axis=0), mask=column < columns, sem="relaxed")
 
-    block_kept, block_reduced = _block(kept, reduced, stride_kept == 1 and stride_reduced != 1)
-    tiles_kept, tiles_reduced = triton.cdiv(kept, block_kept), triton.cdiv(reduced, block_reduced)
-    atomic = not keep or tiles_reduced > 1
-    shape = () if not keep else (1, kept) if granularity is COLUMN else (kept, 1)
-    out = (torch.zeros if atomic else torch.empty)(shape, dtype=torch.float32, device=x.device)
-    amax_kernel[(tiles_kept * tiles_reduced,)](
-        x, out, kept, reduced, stride_kept, stride_reduced,
-        KEEP=keep, ATOMIC=atomic, BLOCK_KEPT=block_kept, BLOCK_REDUCED=block_reduced, num_warps=_WARPS,
-    )  # fmt: skip
+
+_launch_partial = Launcher(partial_amax_kernel)
+_launch_by_row_and_column = Launcher(amax_by_row_and_column_kernel)
+
+
+def partial_amax_triton(x: Tensor) -> Tensor:
+    """As `octavo.kernels.amax.partial_amax`, for an x of at least one element on a device that Triton compiles for."""
+    x = _with_contiguous_rows(x)
+    out, inputs, constants = prepare_partial(x)
+    key = (x.dtype, x.data_ptr() % 16 == 0, specialization(inputs[-2], inputs[-1]), constants)
+    _launch_partial(out.shape[0], x.device, key, inputs + constants, WARPS)
     return out
 
 
-def _block(kept: int, reduced: int, kept_is_contiguous: bool) -> tuple[int, int]:
-    """Extents of a block, powers of two: long along the contiguous dimension, and no longer than the matrix."""
-    if kept_is_contiguous:
-        block_kept = min(_BLOCK_KEPT, triton.next_power_of_2(kept))
-        return block_kept, min(_BLOCK // block_kept, triton.next_power_of_2(reduced))
-    block_reduced = min(_BLOCK, triton.next_power_of_2(reduced))
-    return min(_BLOCK // block_reduced, triton.next_power_of_2(kept)), block_reduced
+def amax_by_row_and_column_triton(x: Tensor, row: bool, column: bool) -> tuple[Tensor | None, Tensor | None]:
+    """As `octavo.kernels.amax.amax_by_row_and_column`, for an x of at least one element on such a device."""
+    if x.stride(1) != 1 and x.stride(0) == 1:
+        by_column, by_row = amax_by_row_and_column_triton(x.t(), column, row)
+        return (
+            None if by_row is None else by_row.reshape(-1, 1),
+            None if by_column is None else by_column.reshape(1, -1),
+        )
+    x = _with_contiguous_rows(x)
+    (by_row, by_column), programs, inputs, constants = prepare_by_row_and_column(x, row, column)
+    key = (x.dtype, x.data_ptr() % 16 == 0, specialization(inputs[-2], inputs[-1]), constants)
+    _launch_by_row_and_column(programs, x.device, key, inputs + constants, WARPS)
+    return by_row, by_column
+
+
+def prepare_partial(x: Tensor):
+    """(out [P], arguments, constants) of a launch for an x whose rows are contiguous."""
+    rows, columns = x.shape
+    # The widest block that fits into the columns without a rest; if that is narrow, with one.
+    width = columns & -columns
+    width = min(_BLOCK, width if width >= _NARROW else triton.next_power_of_2(columns))
+    # Of a traced number of rows nothing is asked: each answer would be a graph of its own.
+    partials = _MOST_PARTIALS
+    if isinstance(rows, int):
+        tiles = -(-rows // (_BLOCK // width)) * -(-columns // width)
+        partials = min(_MOST_PARTIALS, triton.next_power_of_2(tiles))
+    out = x.new_empty(partials, dtype=torch.float32)
+    return out, (x, out, rows, columns, x.stride(0)), (_BLOCK, width, partials)
+
+
+def prepare_by_row_and_column(x: Tensor, row: bool, column: bool):
+    """((by row, by column), programs, arguments, constants) of a launch for an x whose rows are contiguous."""
+    rows, columns = x.shape
+    by_row = x.new_zeros((rows, 1), dtype=torch.float32) if row else None
+    by_column = x.new_zeros((1, columns), dtype=torch.float32) if column else None
+    programs = -(-rows // _BLOCK_ROWS) * -(-columns // _BLOCK_COLUMNS)
+    inputs = (x, x if by_row is None else by_row, x if by_column is None else by_column, rows, columns, x.stride(0))
+    return (by_row, by_column), programs, inputs, (row, column, _BLOCK_ROWS, _BLOCK_COLUMNS)
+
+
+def _with_contiguous_rows(x: Tensor) -> Tensor:
+    """x, or what has the same entries: for the largest of a whole matrix, transposed if that is contiguous."""
+    if x.dtype == torch.float64:
+        x = x.float()
+    if x.stride(1) == 1:
+        return x
+    return x.t() if x.stride(0) == 1 else x.contiguous()

@@ -1,63 +1,75 @@
-"""cast_transpose: one read of a matrix, its codes in both layouts, and its amax.
+"""cast_transpose: one read of a matrix, its codes in both layouts, and whatever else that read can give.
 
-    codes   [M', K'] = cast(x * multiplier)
-    codes_t [K', M'] = cast(x * multiplier_t)^T
-    amax    []       = largest finite |x|          (what delayed scaling gathers)
+    codes   [M', K'] = cast(x / scale)           scale   [] or [M', 1]
+    codes_t [K', M'] = cast(x / scale_t)^T       scale_t [] or [K', 1]
+    gathered []      = max(gathered, largest finite |x|)          (what delayed scaling gathers)
+    column_sum [K]   = sum of x over its rows, in float32         (of a gradient, that of the bias)
 
-M' and K' are M and K rounded up to a multiple of 16; what is added is zero. A Hopper FP8 product takes only K-major
-operands, so the forward product wants `codes` and the weight gradient, whose K is the number of tokens, wants
-`codes_t`. Bytes moved an element of bf16: 2 read and 2 written, against 2 + 1 + 1 + 1 of a cast and then a transpose.
+M' and K' are M and K rounded up to a multiple of 16; what is added is zero, and its scale 1. A Hopper FP8 product takes
+only K-major operands, so the forward product wants `codes` and the weight gradient, whose K is the number of tokens,
+wants `codes_t`. Bytes moved an element of bf16: 2 read and 2 written, against 2 + 1 + 1 + 1 of a cast and then a
+transpose.
+
+The scales that were used come out as tensors of their own: whatever is written into the state that they came from, a
+product and a backward see the scale that belongs to the codes.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, Format, format_named
 from octavo.kernels.cast_transpose.reference import cast_transpose_reference
+from octavo.kernels.cast_transpose.rule import ScaleRule
 from octavo.kernels.layout import padded
 from octavo.kernels.library import register
-from octavo.kernels.triton_support import device_reasons
+from octavo.kernels.triton_support import device_reasons, runs_compiled
 
 
 class CastOutput(NamedTuple):
-    """Codes in one or both layouts, and the amax of what was cast."""
+    """Codes in one or both layouts, each with its scale, and the column sums; None for what was not asked for."""
 
     codes: Tensor | None
+    scale: Tensor | None
     codes_t: Tensor | None
-    amax: Tensor
+    scale_t: Tensor | None
+    column_sum: Tensor | None
 
 
 def cast_transpose(
     x: Tensor,
     format: Format,
-    multiplier: Tensor | None,
-    multiplier_t: Tensor | None,
+    rowwise: Tensor | None,
+    columnwise: Tensor | None,
     *,
+    rule: ScaleRule | None = None,
+    gathered: Tensor | None = None,
     inf_to_nan: bool = False,
+    column_sum: bool = False,
 ) -> CastOutput:
     """Codes of a matrix x [M, K] (any floating dtype, any strides).
 
     Args:
         x: the matrix.
         format: of both layouts.
-        multiplier: float32, [] or [M, 1]; None leaves `codes` out.
-        multiplier_t: float32, [] or [1, K]; None leaves `codes_t` out.
+        rowwise: float32; what `codes` are scaled by: without a rule the scale, [] or [M, 1]; with one the amax, [M, 1],
+            or of the whole matrix [] or [P], the largest of P partial ones. None leaves `codes` out.
+        columnwise: the same for `codes_t`, with [1, K] in place of [M, 1]. The same tensor as `rowwise` gives the same
+            codes in both layouts.
+        rule: how scales come from amaxes; None if scales are given.
+        gathered: float32 [], to which the amax of x is added by max, in place.
         inf_to_nan: ±inf becomes NaN instead of ±M: for gradients, so that a loss scaler still sees the overflow.
-
-    Returns:
-        codes [M', K'] and codes_t [K', M'] of `format.dtype`, contiguous; amax float32 [].
+        column_sum: give the sums as well.
 
     Raises:
-        ValueError: x is no floating-point matrix, or a multiplier has another shape.
+        ValueError: x is no floating-point matrix, or what it is scaled by has another shape.
     """
     if torch.compiler.is_compiling():
-        codes, codes_t, amax = _operator(x, format.name, multiplier, multiplier_t, inf_to_nan)
-        return CastOutput(None if multiplier is None else codes, None if multiplier_t is None else codes_t, amax)
-    return _launch(x, format, multiplier, multiplier_t, inf_to_nan)
+        return _compiled(x, format, rowwise, columnwise, rule, gathered, inf_to_nan, column_sum)
+    return CastOutput(*_launch(x, format, rowwise, columnwise, rule, gathered, inf_to_nan, column_sum))
 
 
 def unsupported_reasons(x: Tensor, format: Format) -> list[str]:
@@ -68,52 +80,125 @@ def unsupported_reasons(x: Tensor, format: Format) -> list[str]:
     return reasons
 
 
-def _launch(
-    x: Tensor, format: Format, multiplier: Tensor | None, multiplier_t: Tensor | None, inf_to_nan: bool
-) -> CastOutput:
+def _check(x: Tensor, rowwise: Tensor | None, columnwise: Tensor | None) -> None:
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(
             f"cast_transpose takes a floating-point matrix [M, K], found {x.dtype} of shape {tuple(x.shape)}"
         )
-    for name, scales, shape in (
-        ("multiplier", multiplier, (x.shape[0], 1)),
-        ("multiplier_t", multiplier_t, (1, x.shape[1])),
-    ):
-        if scales is not None and scales.numel() != 1 and scales.shape != shape:
+    for name, given, shape in (("rowwise", rowwise, (x.shape[0], 1)), ("columnwise", columnwise, (1, x.shape[1]))):
+        if given is not None and given.dim() == 2 and given.shape != shape:
             raise ValueError(
-                f"{name} has shape {tuple(scales.shape)}; for x of shape {tuple(x.shape)} it takes [] or {list(shape)}"
+                f"{name} has shape {tuple(given.shape)}; for x of shape {tuple(x.shape)} it takes {list(shape)}, or []"
             )
+
+
+def _launch(
+    x: Tensor,
+    format: Format,
+    rowwise: Tensor | None,
+    columnwise: Tensor | None,
+    rule: ScaleRule | None,
+    gathered: Tensor | None,
+    inf_to_nan: bool,
+    column_sum: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    _check(x, rowwise, columnwise)
     if x.is_cuda and x.numel() and not unsupported_reasons(x, format):
         from octavo.kernels.cast_transpose.triton_kernel import cast_transpose_triton
 
-        return CastOutput(*cast_transpose_triton(x, format, multiplier, multiplier_t, inf_to_nan))
-    return CastOutput(*cast_transpose_reference(x, format, multiplier, multiplier_t, inf_to_nan))
+        return cast_transpose_triton(x, format, rowwise, columnwise, rule, gathered, inf_to_nan, column_sum)
+    return cast_transpose_reference(x, format, rowwise, columnwise, rule, gathered, inf_to_nan, column_sum)
+
+
+def _compiled(
+    x: Tensor,
+    format: Format,
+    rowwise: Tensor | None,
+    columnwise: Tensor | None,
+    rule: ScaleRule | None,
+    gathered: Tensor | None,
+    inf_to_nan: bool,
+    column_sum: bool,
+) -> CastOutput:
+    epsilon, power_of_two = (None, False) if rule is None else rule
+    # Tracing makes the same tensor two arguments, so that it is said that they are the same.
+    shared = rowwise is columnwise
+    native = x.is_cuda and runs_compiled(x.device.index, format.name)
+    operator = _inductor_operator() if native else _operator
+    outputs = operator(
+        x, format.name, rowwise, columnwise, epsilon, power_of_two, gathered, inf_to_nan, column_sum, shared
+    )
+    wanted = (rowwise, rowwise, columnwise, columnwise, column_sum or None)
+    codes, scale, codes_t, scale_t, sums = (
+        out if want is not None else None for out, want in zip(outputs, wanted, strict=True)
+    )
+    if native and sums is not None:
+        sums = sums.sum(0)
+    return CastOutput(codes, scale, codes_t, scale if shared else scale_t, sums)
+
+
+def _inductor_operator() -> Any:
+    from octavo.kernels.compiled import cast_transpose_inductor
+
+    return cast_transpose_inductor
 
 
 def _operator_implementation(
-    x: Tensor, format: str, multiplier: Tensor | None, multiplier_t: Tensor | None, inf_to_nan: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    codes, codes_t, amax = _launch(x, format_named(format), multiplier, multiplier_t, inf_to_nan)
-    # An operator returns tensors only: what was left out is an empty one.
-    absent = x.new_empty(0, dtype=format_named(format).dtype)
-    return absent if codes is None else codes, absent.clone() if codes_t is None else codes_t, amax
+    x: Tensor,
+    format: str,
+    rowwise: Tensor | None,
+    columnwise: Tensor | None,
+    epsilon: str | None,
+    power_of_two: bool,
+    gathered: Tensor | None,
+    inf_to_nan: bool,
+    column_sum: bool,
+    shared: bool,
+) -> tuple[Tensor, ...]:
+    rule = None if epsilon is None else ScaleRule(epsilon, power_of_two)
+    columnwise = rowwise if shared else columnwise
+    outputs = _launch(x, format_named(format), rowwise, columnwise, rule, gathered, inf_to_nan, column_sum)
+    # An operator returns tensors only, none of them twice: what was left out is an empty one.
+    codes, scale, codes_t, scale_t, sums = outputs
+    return tuple(
+        x.new_empty(0) if out is None else out for out in (codes, scale, codes_t, None if shared else scale_t, sums)
+    )
 
 
 def _fake(
-    x: Tensor, format: str, multiplier: Tensor | None, multiplier_t: Tensor | None, inf_to_nan: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor,
+    format: str,
+    rowwise: Tensor | None,
+    columnwise: Tensor | None,
+    epsilon: str | None,
+    power_of_two: bool,
+    gathered: Tensor | None,
+    inf_to_nan: bool,
+    column_sum: bool,
+    shared: bool,
+) -> tuple[Tensor, ...]:
     rows, columns = padded(x.shape[0]), padded(x.shape[1])
     dtype = format_named(format).dtype
-    codes = x.new_empty((0,) if multiplier is None else (rows, columns), dtype=dtype)
-    codes_t = x.new_empty((0,) if multiplier_t is None else (columns, rows), dtype=dtype)
-    return codes, codes_t, x.new_empty((), dtype=torch.float32)
+    absent = x.new_empty(0)
+
+    def scale(given: Tensor, extent: int) -> Tensor:
+        return x.new_empty((extent, 1) if given.dim() == 2 else (), dtype=torch.float32)
+
+    return (
+        absent if rowwise is None else x.new_empty((rows, columns), dtype=dtype),
+        x.new_empty(0) if rowwise is None else scale(rowwise, rows),
+        x.new_empty(0) if columnwise is None else x.new_empty((columns, rows), dtype=dtype),
+        x.new_empty(0) if columnwise is None or shared else scale(columnwise, columns),
+        x.new_empty(x.shape[1], dtype=torch.float32) if column_sum else x.new_empty(0),
+    )
 
 
 _operator = register(
-    "cast_transpose(Tensor x, str format, Tensor? multiplier, Tensor? multiplier_t, bool inf_to_nan)"
-    " -> (Tensor, Tensor, Tensor)",
+    "cast_transpose(Tensor x, str format, Tensor? rowwise, Tensor? columnwise, str? epsilon, bool power_of_two,"
+    " Tensor(a!)? gathered, bool inf_to_nan, bool column_sum, bool shared)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _operator_implementation,
     _fake,
 )
 
-__all__ = ["CastOutput", "cast_transpose", "cast_transpose_reference", "unsupported_reasons"]
+__all__ = ["CastOutput", "ScaleRule", "cast_transpose", "cast_transpose_reference", "unsupported_reasons"]

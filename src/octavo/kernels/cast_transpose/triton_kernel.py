@@ -1,14 +1,13 @@
 """cast_transpose on a GPU: each program reads one block of x and writes its codes in both layouts.
 
-    code = convert(clamp(fp32(x) * m, -M, M))     one multiplication, rounded to nearest
+    code = convert(fp32(x) * m)     one multiplication rounded to nearest; the instruction saturates and keeps NaN
 
-and then, in the few blocks where inf or NaN is about, a second pass that writes the NaN code over what became of NaN
-(and, on request, of inf). So saturation and NaN are what `octavo.formats` says whatever the conversion makes of them,
-and a block without any pays only for the maximum over bits, which amax takes anyway. (As a selection in every
-element it cost five instructions of about twenty; with more than 28 the kernel waits for them rather than for memory.)
+Rows are taken in pairs: the codes of two neighbours in a column are one 16-bit word, so that what passes through shared
+memory to the other layout is a matrix of words and not of single bytes. (With bytes the kernel ran at 87 % of copy, with
+words at 91 %: `benchmarks/LOG.md`.)
 
-Of a bf16 block what passes through shared memory is x and not the codes: units of 16 bits have a transposing load, and
-converting twice is cheaper than moving single bytes. The compiler chooses that by itself.
+With a rule, programs run from the last block to the first: the pass that measured the amax has left the end of x in
+the L2 cache.
 
 What pads the extents to multiples of 16 is written by the blocks at the edge.
 """
@@ -16,180 +15,325 @@ What pads the extents to multiples of 16 is written by the blocks at the edge.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, Format
-from octavo.kernels.layout import ALIGNMENT, padded
+from octavo.kernels.cast_transpose.rule import ScaleRule
+from octavo.kernels.launcher import Launcher, specialization
+from octavo.kernels.layout import padded
+from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
 
-# A block: 256 bytes of a row of bf16 in, 128 bytes of a row of codes out, in both layouts. 64 elements a thread.
-_BLOCK_ROWS = 128
-_BLOCK_COLUMNS = 128
-_WARPS = 8
+# Rows of a block, whose columns are 64 (128 bytes of bf16, 64 of codes) and whose warps 4; and from how many elements
+# on. A small matrix has too few large blocks to fill the card.
+_BLOCK_ROWS = 64
+_BLOCK_ROWS_LARGE = 128
+_LARGE = 1 << 25
+_BLOCK_COLUMNS = 64
+WARPS = 4
 
 _CODE_DTYPES = {E4M3.name: tl.float8e4nv, E5M2.name: tl.float8e5}
 
 
 @triton.jit
-def _encode(values, multiplier, FORMAT_MAX: tl.constexpr, CODE: tl.constexpr):
-    """Bits (uint8) of cast(values * multiplier), values float32; of NaN anything."""
-    return tl.clamp(values * multiplier, -FORMAT_MAX, FORMAT_MAX).to(CODE).to(tl.uint8, bitcast=True)
+def _multiplier(
+    source,
+    index,
+    extent,
+    VECTOR: tl.constexpr,
+    FROM_AMAX: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """(multiplier, scale) of `index`, or one for all unless VECTOR: given the scale, or the amax and
+    the rule of `octavo.scaling.rules`.
+
+    Divisions round to nearest: Triton's `/` is an approximation, off by up to 2 ulp. Every choice is a comparison that
+    NaN fails, so that NaN passes through, as in the reference.
+    """
+    if VECTOR:
+        given = tl.load(source + index, mask=index < extent, other=1.0)
+    elif PARTIALS > 1:
+        given = tl.max(tl.load(source + tl.arange(0, PARTIALS)), axis=0)
+    else:
+        given = tl.load(source)
+    if FROM_AMAX:
+        raised = tl.where(given < EPSILON, EPSILON, given)
+        m = tl.div_rn(tl.full(raised.shape, FORMAT_MAX, tl.float32), raised)
+        m = tl.where(raised == 0.0, 1.0, m)
+        m = tl.where(m < SMALLEST, SMALLEST, m)
+        m = tl.where(m > LARGEST, LARGEST, m)
+        if POWER_OF_TWO:
+            # Without its fraction, a normal float32 is the power of two below.
+            m = (m.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
+        scale = tl.div_rn(tl.full(m.shape, 1.0, tl.float32), m)
+    else:
+        scale = given
+        m = tl.div_rn(tl.full(given.shape, 1.0, tl.float32), given)
+    return m, scale
 
 
 @triton.jit
-def _has_special(multiplier, VECTOR: tl.constexpr):
-    """Whether a multiplier, scalar or vector, is inf or NaN anywhere."""
-    magnitude = multiplier.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return (tl.max(magnitude, axis=0) if VECTOR else magnitude) >= 0x7F800000
-
-
-@triton.jit
-def _is_nan(values, multiplier, inside, INF_TO_NAN: tl.constexpr):
-    """Where inside the matrix the code must be NaN."""
+def _encode(values, multiplier, INF_TO_NAN: tl.constexpr, CODE: tl.constexpr):
+    """Bits (uint8) of cast(values * multiplier), values float32."""
     product = values * multiplier
-    nan = product != product
     if INF_TO_NAN:
-        nan = nan | (tl.abs(values) == float("inf"))
-    return nan & inside
+        # inf - inf is NaN; 0 taken from anything changes nothing, the sign of a zero included.
+        product = product - (values - values)
+    return product.to(CODE).to(tl.uint8, bitcast=True)
 
 
-# A scale may be any element of a tensor of scales: no second compilation, perhaps within a capture, for its alignment.
-@triton.jit(do_not_specialize_on_alignment=("multiplier", "multiplier_t", "amax"))
+@triton.jit
+def _largest_finite(magnitude):
+    """The largest entry of a matrix of |x|, float32; inf and NaN count as 0."""
+    return tl.max(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), axis=1), axis=0)
+
+
+# What is not in the launcher's key must not make a variant: the number of rows, which is that of the tokens, and where
+# among others a scale or an amax lies.
+@triton.jit(
+    do_not_specialize=("rows",),
+    do_not_specialize_on_alignment=("rowwise", "columnwise", "scale", "scale_t", "gathered", "sums"),
+)
 def cast_transpose_kernel(
     x,
     codes,
     codes_t,
-    multiplier,
-    multiplier_t,
-    amax,
+    rowwise,
+    columnwise,
+    scale,
+    scale_t,
+    gathered,
+    sums,
     rows,
     columns,
     stride_row,
-    stride_column,
     HAS_CODES: tl.constexpr,
     HAS_CODES_T: tl.constexpr,
     SHARED: tl.constexpr,
     BY_ROW: tl.constexpr,
     BY_COLUMN: tl.constexpr,
+    FROM_AMAX: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    PARTIALS_T: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    GATHER: tl.constexpr,
     INF_TO_NAN: tl.constexpr,
-    EVEN: tl.constexpr,
-    FORMAT_MAX: tl.constexpr,
-    NAN_CODE: tl.constexpr,
+    COLUMN_SUM: tl.constexpr,
     CODE: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    LARGEST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """One block of x [rows, columns] -> codes [padded rows, padded columns], codes_t its transpose, amax [].
+    """One block of x [rows, columns], whose rows are contiguous.
 
-    SHARED: both layouts hold the same codes. BY_ROW, BY_COLUMN: the multiplier is a vector [rows], the multiplier_t one
-    [columns]; else scalars. EVEN: blocks tile the matrix without a rest, and nothing needs a mask.
+    -> codes [padded rows, padded columns] with scale, codes_t its transpose with scale_t, gathered [], and
+    sums [blocks of rows, columns].  SHARED: both layouts hold the same codes. BY_ROW, BY_COLUMN: what is given is a
+    vector; else PARTIALS, PARTIALS_T numbers whose largest counts.
     """
+    PAIRS: tl.constexpr = BLOCK_ROWS // 2
     # 1. Which block; 64 bits, since an offset can exceed 2^31.
-    padded_rows = (rows + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
-    padded_columns = (columns + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+    padded_rows = (rows + 15) // 16 * 16
+    padded_columns = (columns + 15) // 16 * 16
     tiles_wide = tl.cdiv(padded_columns, BLOCK_COLUMNS)
-    row = (tl.program_id(0) // tiles_wide).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    column = (tl.program_id(0) % tiles_wide).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    # 2. Its values, [BLOCK_ROWS, BLOCK_COLUMNS].
-    offsets = row[:, None] * stride_row + column[None, :] * stride_column
-    values = (tl.load(x + offsets) if EVEN else tl.load(x + offsets, mask=inside, other=0.0)).to(tl.float32)
-    # 3. Their amax: bits of magnitudes order as integers, those of inf and NaN after all others.
-    magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    largest = tl.max(tl.max(magnitude, axis=1), axis=0)
-    special = largest >= 0x7F800000
-    if special:
-        largest = tl.max(tl.max(tl.where(magnitude < 0x7F800000, magnitude, 0), axis=1), axis=0)
-    tl.atomic_max(amax, largest.to(tl.float32, bitcast=True), sem="relaxed")
+    program = tl.program_id(0)
+    if FROM_AMAX:
+        program = tl.num_programs(0) - 1 - program
+    tile_row, tile_column = program // tiles_wide, program % tiles_wide
+    pair = tile_row.to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    column = tile_column.to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    row_0, row_1 = 2 * pair, 2 * pair + 1
+    inside_0 = (row_0 < rows)[:, None] & (column < columns)[None, :]
+    inside_1 = (row_1 < rows)[:, None] & (column < columns)[None, :]
+    # 2. Its values, even rows and odd ones, each [PAIRS, BLOCK_COLUMNS].
+    source = x + row_0[:, None] * stride_row + column[None, :]
+    values_0 = tl.load(source, mask=inside_0, other=0.0).to(tl.float32)
+    values_1 = tl.load(source + stride_row, mask=inside_1, other=0.0).to(tl.float32)
+    # 3. Their amax, and their sums.
+    if GATHER:
+        magnitude = tl.maximum(tl.abs(values_0), tl.abs(values_1))
+        largest = tl.max(tl.max(magnitude, axis=1), axis=0)
+        if not (largest < float("inf")):
+            largest = tl.maximum(_largest_finite(tl.abs(values_0)), _largest_finite(tl.abs(values_1)))
+        tl.atomic_max(gathered, largest, sem="relaxed")
+    if COLUMN_SUM:
+        total = tl.sum(values_0 + values_1, axis=0)
+        tl.store(sums + tile_row.to(tl.int64) * columns + column, total, mask=column < columns)
     # 4. The codes; padding is zero even if the multiplier is not a number.
-    target = codes + row[:, None] * padded_columns + column[None, :]
-    target_t = codes_t + column[:, None] * padded_rows + row[None, :]
+    within = (column < padded_columns)[None, :] & (row_0 < padded_rows)[:, None]
     if HAS_CODES:
-        m = tl.load(multiplier + row, mask=row < rows, other=0.0) if BY_ROW else tl.load(multiplier)
-        special = special | _has_special(m, BY_ROW)
-        m = m[:, None] if BY_ROW else m
-        bits = _encode(values, m, FORMAT_MAX, CODE)
-        if EVEN:
-            tl.store(target, bits.to(CODE, bitcast=True))
-        else:
-            bits = tl.where(inside, bits, 0).to(tl.uint8)
-            within = (row < padded_rows)[:, None] & (column < padded_columns)[None, :]
-            tl.store(target, bits.to(CODE, bitcast=True), mask=within)
-    # 5. The same block of the other layout.
-    if HAS_CODES_T:
-        if SHARED:
-            m_t = m
-        else:
-            m_t = (
-                tl.load(multiplier_t + column, mask=column < columns, other=0.0) if BY_COLUMN else tl.load(multiplier_t)
+        m_0, used_0 = _multiplier(
+            rowwise, row_0, rows, BY_ROW, FROM_AMAX, PARTIALS, EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST
+        )
+        m_1, used_1 = m_0, used_0
+        if BY_ROW:
+            m_1, used_1 = _multiplier(
+                rowwise, row_1, rows, BY_ROW, FROM_AMAX, PARTIALS, EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST
             )
-            special = special | _has_special(m_t, BY_COLUMN)
-            m_t = m_t[None, :] if BY_COLUMN else m_t
-            bits = _encode(values, m_t, FORMAT_MAX, CODE)
-            if not EVEN:
-                bits = tl.where(inside, bits, 0).to(tl.uint8)
-        if EVEN:
-            tl.store(target_t, tl.trans(bits).to(CODE, bitcast=True))
-        else:
-            within_t = (column < padded_columns)[:, None] & (row < padded_rows)[None, :]
-            tl.store(target_t, tl.trans(bits).to(CODE, bitcast=True), mask=within_t)
-    # 6. The rare pass: NaN, over what other threads of this block may have written.
-    if special:
-        tl.debug_barrier()
-        nan = tl.full([1, 1], NAN_CODE, tl.uint8).to(CODE, bitcast=True)
-        if HAS_CODES:
-            tl.store(target, nan, mask=_is_nan(values, m, inside, INF_TO_NAN))
-        if HAS_CODES_T:
-            tl.store(target_t, nan, mask=tl.trans(_is_nan(values, m_t, inside, INF_TO_NAN)))
+            if tile_column == 0:
+                tl.store(scale + row_0, tl.where(row_0 < rows, used_0, 1.0), mask=row_0 < padded_rows)
+                tl.store(scale + row_1, tl.where(row_1 < rows, used_1, 1.0), mask=row_1 < padded_rows)
+            m_0, m_1 = m_0[:, None], m_1[:, None]
+        elif program == 0:
+            tl.store(scale, used_0)
+        bits_0 = tl.where(inside_0, _encode(values_0, m_0, INF_TO_NAN, CODE), 0).to(tl.uint8)
+        bits_1 = tl.where(inside_1, _encode(values_1, m_1, INF_TO_NAN, CODE), 0).to(tl.uint8)
+        target = codes + row_0[:, None] * padded_columns + column[None, :]
+        tl.store(target, bits_0.to(CODE, bitcast=True), mask=within)
+        tl.store(target + padded_columns, bits_1.to(CODE, bitcast=True), mask=within)
+    # 5. The other layout, two codes a word.
+    if HAS_CODES_T:
+        if not SHARED:
+            m_t, used_t = _multiplier(
+                columnwise, column, columns, BY_COLUMN, FROM_AMAX, PARTIALS_T, EPSILON, POWER_OF_TWO, FORMAT_MAX,
+                SMALLEST, LARGEST,
+            )  # fmt: skip
+            if BY_COLUMN:
+                if tile_row == 0:
+                    tl.store(scale_t + column, tl.where(column < columns, used_t, 1.0), mask=column < padded_columns)
+                m_t = m_t[None, :]
+            elif program == 0:
+                tl.store(scale_t, used_t)
+            bits_0 = tl.where(inside_0, _encode(values_0, m_t, INF_TO_NAN, CODE), 0).to(tl.uint8)
+            bits_1 = tl.where(inside_1, _encode(values_1, m_t, INF_TO_NAN, CODE), 0).to(tl.uint8)
+        words = bits_0.to(tl.uint16) | (bits_1.to(tl.uint16) << 8)
+        target_t = codes_t.to(tl.pointer_type(tl.uint16)) + column[:, None] * (padded_rows // 2) + pair[None, :]
+        tl.store(target_t, tl.trans(words), mask=tl.trans(within))
+
+
+class _Call(NamedTuple):
+    """A launch: what it writes, how many programs, the kernel's arguments and those of them that are constants."""
+
+    outputs: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+    programs: int
+    tensors_and_sizes: tuple[Any, ...]
+    constants: tuple[Any, ...]
+
+
+def prepare(
+    x: Tensor,
+    format: Format,
+    rowwise: Tensor | None,
+    columnwise: Tensor | None,
+    rule: ScaleRule | None,
+    gathered: Tensor | None,
+    inf_to_nan: bool,
+    column_sum: bool,
+) -> _Call:
+    """The launch for an x whose rows are contiguous; the sums [blocks of rows, K] are partial."""
+    rows, columns = x.shape
+    padded_rows, padded_columns = padded(rows), padded(columns)
+    shared = rowwise is columnwise
+    by_row = rowwise is not None and rowwise.dim() == 2
+    by_column = columnwise is not None and columnwise.dim() == 2
+    codes = scale = codes_t = scale_t = sums = None
+    if rowwise is not None:
+        codes = x.new_empty((padded_rows, padded_columns), dtype=format.dtype)
+        scale = x.new_empty((padded_rows, 1) if by_row else (), dtype=torch.float32)
+    if columnwise is not None:
+        codes_t = x.new_empty((padded_columns, padded_rows), dtype=format.dtype)
+        scale_t = scale if shared else x.new_empty((padded_columns, 1) if by_column else (), dtype=torch.float32)
+    # Of a traced number of rows nothing is asked: each answer would be a graph of its own.
+    large = not isinstance(rows, int) or rows * columns >= _LARGE
+    block_rows = _BLOCK_ROWS_LARGE if large else _BLOCK_ROWS
+    tiles_tall, tiles_wide = -(-padded_rows // block_rows), -(-padded_columns // _BLOCK_COLUMNS)
+    if column_sum:
+        sums = x.new_empty((tiles_tall, columns), dtype=torch.float32)
+    rowwise, columnwise = _readable(rowwise, rule), _readable(columnwise, rule)
+    return _Call(
+        (codes, scale, codes_t, scale_t, sums),
+        tiles_tall * tiles_wide,
+        # A pointer that the flags leave unused may be any.
+        (
+            x,
+            x if codes is None else codes,
+            x if codes_t is None else codes_t,
+            x if rowwise is None else rowwise,
+            x if columnwise is None else columnwise,
+            x if scale is None else scale,
+            x if scale_t is None else scale_t,
+            x if gathered is None else gathered,
+            x if sums is None else sums,
+            rows,
+            columns,
+            x.stride(0),
+        ),
+        (
+            codes is not None,
+            codes_t is not None,
+            shared,
+            by_row,
+            by_column,
+            rule is not None,
+            1 if by_row or rowwise is None else rowwise.numel(),
+            1 if by_column or columnwise is None else columnwise.numel(),
+            0.0 if rule is None else rule.epsilon,
+            rule is not None and rule.power_of_two,
+            gathered is not None,
+            inf_to_nan,
+            column_sum,
+            _CODE_DTYPES[format.name],
+            format.max,
+            SMALLEST_MULTIPLIER,
+            LARGEST_MULTIPLIER,
+            block_rows,
+            _BLOCK_COLUMNS,
+        ),
+    )
+
+
+def _readable(given: Tensor | None, rule: ScaleRule | None) -> Tensor | None:
+    """Scales or amaxes as the kernel reads them: without gaps, and partial amaxes a power of two in number."""
+    if given is None:
+        return None
+    if given.dim() != 2 and given.numel() & (given.numel() - 1):
+        return given.amax()
+    return given.contiguous()
+
+
+def _flipped(given: Tensor | None) -> Tensor | None:
+    return given if given is None or given.dim() != 2 else given.reshape(given.shape[1], given.shape[0])
+
+
+_launch_kernel = Launcher(cast_transpose_kernel)
 
 
 def cast_transpose_triton(
-    x: Tensor, format: Format, multiplier: Tensor | None, multiplier_t: Tensor | None, inf_to_nan: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    x: Tensor,
+    format: Format,
+    rowwise: Tensor | None,
+    columnwise: Tensor | None,
+    rule: ScaleRule | None = None,
+    gathered: Tensor | None = None,
+    inf_to_nan: bool = False,
+    column_sum: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """As `octavo.kernels.cast_transpose.cast_transpose`: E4M3 or E5M2, at least one element, a device of Triton's."""
     if x.dtype == torch.float64:
         x = x.float()
-    if x.stride(1) != 1 and x.stride(0) == 1:
-        # Contiguous the other way round: the transposed problem, with the roles of the layouts exchanged.
-        codes_t, codes, amax = _cast_rows(x.t(), format, multiplier_t, multiplier, inf_to_nan)
-        return codes, codes_t, amax
-    return _cast_rows(x, format, multiplier, multiplier_t, inf_to_nan)
-
-
-def _cast_rows(
-    x: Tensor, format: Format, multiplier: Tensor | None, multiplier_t: Tensor | None, inf_to_nan: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """`cast_transpose_triton` of an x whose rows are best contiguous."""
-    rows, columns = x.shape
-    padded_rows, padded_columns = padded(rows), padded(columns)
-    codes = codes_t = None
-    if multiplier is not None:
-        codes = torch.empty((padded_rows, padded_columns), dtype=format.dtype, device=x.device)
-    if multiplier_t is not None:
-        codes_t = torch.empty((padded_columns, padded_rows), dtype=format.dtype, device=x.device)
-    amax = torch.zeros((), dtype=torch.float32, device=x.device)
-    # Of float32, Triton 3.6 transposes shared codes wrongly on sm_90 (seen in whole 128 x 128 blocks; check_kernels.py
-    # holds it to that): encoding once a layout is right in all.
-    shared = multiplier is multiplier_t and x.element_size() == 2
-    by_row = multiplier is not None and multiplier.numel() > 1
-    by_column = multiplier_t is not None and multiplier_t.numel() > 1
-    grid = (triton.cdiv(padded_rows, _BLOCK_ROWS) * triton.cdiv(padded_columns, _BLOCK_COLUMNS),)
-    cast_transpose_kernel[grid](
-        # A pointer that the flags leave unused may be any.
-        x,
-        amax if codes is None else codes,
-        amax if codes_t is None else codes_t,
-        amax if multiplier is None else multiplier.contiguous(),
-        amax if multiplier_t is None else multiplier_t.contiguous(),
-        amax,
-        rows, columns, x.stride(0), x.stride(1),
-        HAS_CODES=codes is not None, HAS_CODES_T=codes_t is not None, SHARED=shared,
-        BY_ROW=by_row, BY_COLUMN=by_column, INF_TO_NAN=inf_to_nan,
-        EVEN=rows % _BLOCK_ROWS == 0 and columns % _BLOCK_COLUMNS == 0,
-        FORMAT_MAX=format.max, NAN_CODE=format.nan_code, CODE=_CODE_DTYPES[format.name],
-        ALIGNMENT=ALIGNMENT, BLOCK_ROWS=_BLOCK_ROWS, BLOCK_COLUMNS=_BLOCK_COLUMNS, num_warps=_WARPS,
-    )  # fmt: skip
-    return codes, codes_t, amax
+    if x.stride(1) != 1:
+        if x.stride(0) == 1:
+            # Contiguous the other way round: the transposed problem, with the roles of the layouts exchanged.
+            codes_t, scale_t, codes, scale, _ = cast_transpose_triton(
+                x.t(), format, _flipped(columnwise), _flipped(rowwise), rule, gathered, inf_to_nan
+            )
+            return codes, scale, codes_t, scale_t, x.sum(0, dtype=torch.float32) if column_sum else None
+        x = x.contiguous()
+    outputs, programs, inputs, constants = prepare(
+        x, format, rowwise, columnwise, rule, gathered, inf_to_nan, column_sum
+    )
+    codes, scale, codes_t, scale_t, sums = outputs
+    key = (x.dtype, x.data_ptr() % 16 == 0, specialization(inputs[-2], inputs[-1]), format.name, constants)
+    _launch_kernel(programs, x.device, key, inputs + constants, WARPS)
+    return codes, scale, codes_t, scale_t, None if sums is None else sums.sum(0)

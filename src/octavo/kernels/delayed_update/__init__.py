@@ -1,6 +1,6 @@
 """delayed_update: one update of the amax histories and scales of many operands at once.
 
-    history' [n, L], scale' [n], multiplier' [n] = update(history [n, L], scale [n], last [n])
+    history' [n, L], scale' [n] = update(history [n, L], scale [n], last [n])
 
 Nothing is written in place and nothing is read on the host: what a forward has read stays as it was.
 """
@@ -22,8 +22,8 @@ def delayed_update(
     format_max: float,
     margin: int,
     algorithm: AmaxComputeAlgo,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(history, scale, multiplier) after one update; see `octavo.scaling.history` for the rule.
+) -> tuple[Tensor, Tensor]:
+    """(history, scale) after one update; see `octavo.scaling.history` for the rule.
 
     Args:
         history, scale, last: float32 [n, L], [n], [n].
@@ -32,14 +32,14 @@ def delayed_update(
         algorithm: "max", "most_recent", or a function of one window.
     """
     if torch.compiler.is_compiling() and isinstance(algorithm, str):
-        history, scale, multiplier = _operator(history, scale, last, format_max, margin, algorithm)
-        return history, scale, multiplier
+        history, scale = _operator(history, scale, last, format_max, margin, algorithm)
+        return history, scale
     return delayed_update_reference(history, scale, last, format_max, margin, algorithm)
 
 
 def _checked(
     history: Tensor, scale: Tensor, last: Tensor, format_max: float, margin: int, algorithm: str
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     # Compiled code reaches this in a backward only if a checkpoint was put around a compiled function that holds the
     # end of a step: its recompute would end the step a second time.
     if torch._C._current_graph_task_id() != -1:
@@ -53,11 +53,10 @@ def _checked(
 
 _operator = register(
     "delayed_update(Tensor history, Tensor scale, Tensor last, float format_max, SymInt margin, str algorithm)"
-    " -> (Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor)",
     _checked,
     lambda history, scale, last, format_max, margin, algorithm: (
         torch.empty_like(history),
-        torch.empty_like(scale),
         torch.empty_like(scale),
     ),
 )

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.library import register
-from octavo.kernels.scaled_mm.native import device_reasons, scaled_mm_native, unsupported_reasons
+from octavo.kernels.scaled_mm.native import (
+    device_reasons,
+    multiplies,
+    scaled_mm_native,
+    shape_reasons,
+    unsupported_reasons,
+)
 from octavo.kernels.scaled_mm.reference import scaled_mm_reference
 
 Accumulation = Literal["fast", "precise"]
@@ -43,6 +49,9 @@ def scaled_mm(
             "precise" promotes partial sums to float32. Emulation sums in float32 either way.
     """
     if torch.compiler.is_compiling():
+        if a.is_cuda and multiplies(a.device.index) and not shape_reasons(a, b):
+            # Inductor knows torch's own operator and calls it without a detour.
+            return scaled_mm_native(a, b, scale_a, scale_b, bias, out_dtype, accumulate)
         result: Tensor = _operator(a, b, scale_a, scale_b, bias, out_dtype, accumulate)
         return result
     return _launch(a, b, scale_a, scale_b, bias, out_dtype, accumulate)
@@ -50,7 +59,7 @@ def scaled_mm(
 
 def runs_natively(a: Tensor, b: Tensor) -> bool:
     """True if `scaled_mm` of these codes runs on FP8 units rather than by emulation."""
-    return a.is_cuda and not unsupported_reasons(a, b)
+    return a.is_cuda and multiplies(a.device.index) and not shape_reasons(a, b)
 
 
 def _launch(

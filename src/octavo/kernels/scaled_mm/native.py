@@ -11,6 +11,9 @@ from octavo.formats import E4M3, E5M2
 from octavo.kernels.layout import ALIGNMENT, SCALE_ALIGNMENT
 
 
+_PAIRS = {(E4M3.dtype, E4M3.dtype), (E4M3.dtype, E5M2.dtype), (E5M2.dtype, E4M3.dtype)}
+
+
 @functools.cache
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
@@ -28,9 +31,26 @@ def device_reasons(device: torch.device) -> list[str]:
     return []
 
 
+@functools.cache
+def multiplies(index: int | None) -> bool:
+    """True if CUDA device `index` has FP8 products."""
+    return not device_reasons(torch.device("cuda", index or 0))
+
+
+# Dynamo runs it while it traces. (torch.compiler.assume_constant_result sets this, and imports Dynamo to do so.)
+multiplies._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def unsupported_reasons(a: Tensor, b: Tensor) -> list[str]:
     """Why the product of codes a [M, K] and b [N, K] is emulated; empty if it runs on FP8 units."""
-    reasons = device_reasons(a.device)
+    return device_reasons(a.device) + shape_reasons(a, b)
+
+
+def shape_reasons(a: Tensor, b: Tensor) -> list[str]:
+    """Those of `unsupported_reasons` that lie in the operands."""
+    if (a.dtype, b.dtype) in _PAIRS and a.shape[1] % ALIGNMENT == 0 and b.shape[0] % ALIGNMENT == 0:
+        return []
+    reasons = []
     if a.dtype not in (E4M3.dtype, E5M2.dtype) or b.dtype not in (E4M3.dtype, E5M2.dtype):
         reasons.append(f"formats {a.dtype} x {b.dtype}: FP8 units multiply E4M3 and E5M2")
     elif a.dtype == b.dtype == E5M2.dtype:
@@ -42,7 +62,9 @@ def unsupported_reasons(a: Tensor, b: Tensor) -> list[str]:
 
 
 def _aligned(scale: Tensor) -> Tensor:
-    """The scale where cuBLASLt can read it: a view into other numbers may begin anywhere."""
+    """The scale where cuBLASLt can read it: a view into other numbers may begin anywhere, what a cast gives does not."""
+    if torch.compiler.is_compiling():
+        return scale
     return scale.clone() if scale.data_ptr() % SCALE_ALIGNMENT else scale
 
 

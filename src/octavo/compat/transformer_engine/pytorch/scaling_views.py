@@ -21,7 +21,7 @@ from torch import Tensor
 from octavo.compat.transformer_engine.recipe import given_recipe
 from octavo.kernels import delayed_update
 from octavo.runtime import LayerState
-from octavo.scaling import resized_history
+from octavo.scaling import resized_history, scale_from_multiplier
 from octavo.tensor import OperandState
 
 
@@ -66,13 +66,13 @@ class ScalingView:
     def _gathering(self, operand: OperandState) -> _Column:
         history = self._history(operand)
         history[0] = operand.gathered
-        return _Column(history, operand.multiplier.clone(), operand.scale.clone())
+        return _Column(history, operand.multiplier, operand.scale.clone())
 
     def _folded(self, operand: OperandState) -> _Column:
         recipe, update = self._state.recipe, self._state.update
         if recipe is None or update is None:
             return self._gathering(operand)
-        history, scale, multiplier = delayed_update(
+        history, scale = delayed_update(
             self._history(operand)[None],
             operand.scale[None],
             operand.gathered[None],
@@ -80,7 +80,7 @@ class ScalingView:
             update.margin,
             update.algorithm,
         )
-        return _Column(history[0], multiplier[0], scale[0])
+        return _Column(history[0], scale_from_multiplier(scale[0]), scale[0])
 
     def _history(self, operand: OperandState) -> Tensor:
         update = self._state.update

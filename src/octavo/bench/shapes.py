@@ -1,0 +1,77 @@
+"""The shapes that are measured: M tokens, K inputs, N outputs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+Shape = tuple[int, int, int]
+
+
+class Shapes(NamedTuple):
+    """What a run measures.
+
+    Attributes:
+        matmuls: of the ceilings of products, M, K, N.
+        copy_bytes: of the ceiling of copying.
+        casts: matrices, rows and columns.
+        linears: M, K, N.
+        host: M, K, N of the layer whose host time is taken.
+    """
+
+    matmuls: tuple[Shape, ...]
+    copy_bytes: int
+    casts: tuple[tuple[int, int], ...]
+    linears: tuple[Shape, ...]
+    host: Shape
+
+
+LINEARS: tuple[Shape, ...] = (
+    (8192, 768, 3072),
+    (8192, 1280, 1280),
+    (8192, 1280, 5120),
+    (4096, 4096, 4096),
+    (16384, 4096, 14336),
+    (16384, 8192, 8192),
+)
+HOST: Shape = (256, 1024, 1024)
+# The shape by which the casts are judged.
+CAST = (16384, 8192)
+
+FULL = Shapes(
+    matmuls=(
+        (2048, 2048, 2048),
+        (4096, 4096, 4096),
+        (8192, 8192, 8192),
+        (16384, 8192, 8192),
+        (16384, 4096, 14336),
+        (8192, 1280, 5120),
+        (8192, 768, 3072),
+    ),
+    copy_bytes=1 << 30,
+    # x, dy and w of the Linears, and the larger of the activations
+    casts=(CAST, (16384, 14336), (16384, 4096), (4096, 4096), (8192, 5120), (8192, 1280), (8192, 768), (5120, 1280)),
+    linears=LINEARS,
+    host=HOST,
+)
+QUICK = Shapes(
+    matmuls=((8192, 8192, 8192), (8192, 1280, 5120)),
+    copy_bytes=1 << 30,
+    casts=(CAST, (8192, 1280)),
+    linears=((8192, 1280, 5120), (4096, 4096, 4096)),
+    host=HOST,
+)
+# Small enough for two cores that emulate FP8: the path is exercised, and no figure says anything about FP8.
+CPU = Shapes(
+    matmuls=((256, 256, 256),),
+    copy_bytes=1 << 24,
+    casts=((512, 256),),
+    linears=((256, 128, 256),),
+    host=(32, 64, 64),
+)
+
+
+def shapes_for(device: str, quick: bool) -> Shapes:
+    """The shapes of a run on "cuda" or "cpu"."""
+    if device == "cpu":
+        return CPU
+    return QUICK if quick else FULL

@@ -90,7 +90,7 @@ def _scaled(cast: Cast, a: Tensor, b: Tensor, fast: bool) -> Call:
 
 def scaled_mm_call(codes_a: Tensor, scale_a: Tensor, codes_b: Tensor, scale_b: Tensor, fast: bool) -> Call:
     """torch's own FP8 product of K-major codes [m, k] and [n, k], called directly."""
-    by_row = scale_b.t() if scale_b.dim() == 2 else scale_b
+    by_row = scale_b.reshape(1, -1) if scale_b.dim() == 2 else scale_b
     return lambda: torch._scaled_mm(
         codes_a, codes_b.t(), scale_a=scale_a, scale_b=by_row, out_dtype=torch.bfloat16, use_fast_accum=fast
     )

@@ -1,0 +1,208 @@
+"""One Linear, forward and backward, on the device's time: every rival in turn, beside the three products alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo.bench.cases.ceilings import measure_copy, scaled_mm_call
+from octavo.bench.cuda_graphs import KernelTimer, num_sets
+from octavo.bench.operands import Cast, current_cast, rowwise_cast
+from octavo.bench.record import Row
+from octavo.bench.rivals import Built, Rival, linear_rivals
+from octavo.bench.roofline import linear_bytes, linear_floor_s, linear_flops
+from octavo.bench.session import Session, reason_of
+from octavo.bench.shapes import Shape
+from octavo.bench.timing import Call, Measure, Timer, Timing, interleaved
+from octavo.conversion.gain import expected_gain
+
+# The three products alone, by the granularity of their scales.
+PRODUCTS: dict[str, Callable[[bool], Cast]] = {"gemms": current_cast, "gemms-rowwise": lambda gradient: rowwise_cast()}
+READS = {"delayed": 1, "current": 2, "rowwise": 2}
+_WARM_UP_STEPS = 3
+# Building a torchao layer compiles it.
+_SECONDS = {"torchao": 12.0}
+
+
+class Prepared(NamedTuple):
+    """A rival that is ready: how it is measured, and what must stay alive until then."""
+
+    measure: Measure
+    about: Row
+    holds: object
+
+
+class Data(NamedTuple):
+    """Sets of inputs that take turns: x [M, K] and dy [M, N] in bf16, and a weight [N, K]."""
+
+    inputs: list[Tensor]
+    gradients: list[Tensor]
+    weight: Tensor
+
+
+def measure_linears(session: Session) -> None:
+    """Rows `linear`: every rival at every shape."""
+    measure_copy(session)
+    rivals = linear_rivals(session.device)
+    for shape in session.shapes.linears:
+        if session.fits({"kind": "linear", "rival": "bf16", "shape": list(shape)}, 5.0 if session.on_gpu else 0.0):
+            _measure_shape(session, shape, rivals)
+            session.release()
+
+
+def make_data(shape: Shape, sets: int, device: torch.device) -> Data:
+    """N(0, 1) data of one shape."""
+    m, k, n = shape
+    bf16 = torch.bfloat16
+    inputs = [torch.randn(m, k, device=device, dtype=bf16).requires_grad_() for _ in range(sets)]
+    gradients = [torch.randn(m, n, device=device, dtype=bf16) for _ in range(sets)]
+    return Data(inputs, gradients, torch.randn(n, k, device=device, dtype=bf16))
+
+
+def _measure_shape(session: Session, shape: Shape, rivals: list[Rival]) -> None:
+    m, k, n = shape
+    sets = num_sets(2 * m * (k + n), session.cache_bytes)
+    data = make_data(shape, sets, session.device)
+    prepared: dict[str, Prepared] = {}
+    for name, cast in PRODUCTS.items():
+        about = {"kind": "linear", "shape": list(shape), "rival": name, "library": "torch", "recipe": "", "sets": sets}
+        try:
+            calls = _product_calls(data, cast)
+            for call in calls:
+                call()
+            method = {"method": session.timer.method}
+            prepared[name] = Prepared(session.timer.prepare(calls), about | method, calls)
+        except Exception as error:  # a kind of product that torch refuses here
+            session.skipped(about, reason_of(error))
+    for rival in rivals:
+        about = {"kind": "linear", "shape": list(shape), "rival": rival.key, "sets": sets}
+        about |= {"library": rival.library, "recipe": rival.recipe}
+        if rival.reason is not None:
+            session.skipped(about, rival.reason)
+        elif session.fits(about, _SECONDS.get(rival.library, 0.0)):
+            _prepare(session, rival, data, about, prepared)
+    timings = _interleaved(session, prepared)
+    for name, timing in timings.items():
+        session.measured(prepared[name].about, timing.row() | _figures(session, shape, name, prepared[name], timings))
+
+
+def _prepare(session: Session, rival: Rival, data: Data, about: Row, prepared: dict[str, Prepared]) -> None:
+    try:
+        built = rival.build(linear_of(data.weight))
+        calls = step_calls(built, data)
+        for _ in range(_WARM_UP_STEPS):
+            with built.context():
+                calls[0]()
+            built.settle()
+        measure, method = _timer(session, built, calls)
+        prepared[rival.key] = Prepared(measure, about | {"method": method}, built)
+    except Exception as error:  # whatever a rival raises is a finding
+        session.failed(about, error)
+
+
+def linear_of(weight: Tensor) -> nn.Linear:
+    """An nn.Linear without a bias that holds a copy of the weight [N, K]."""
+    n, k = weight.shape
+    linear = nn.Linear(k, n, bias=False, device=weight.device, dtype=weight.dtype)
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+    return linear
+
+
+def step_calls(built: Built, data: Data) -> list[Call]:
+    """Forward and backward on each set of inputs; results are dropped."""
+
+    def step(x: Tensor, dy: Tensor) -> Call:
+        return lambda: torch.autograd.grad(built.forward(x), [x, built.weight], dy)
+
+    return [step(x, dy) for x, dy in zip(data.inputs, data.gradients, strict=True)]
+
+
+def _timer(session: Session, built: Built, calls: list[Call]) -> tuple[Measure, str]:
+    """How the calls are measured: by the session's timer; what cannot be captured, by its kernels."""
+    timer: Timer = session.timer
+    try:
+        with built.context():  # entered and left outside of a graph: what an exit does is not a layer's time
+            return timer.prepare(calls), timer.method
+    except Exception:
+        if not session.on_gpu:
+            raise
+    timer = KernelTimer()
+    torch.cuda.synchronize()
+
+    def measured(measure: Measure = timer.prepare(calls)) -> float:
+        with built.context():
+            return measure()
+
+    measured()  # what fails under the profiler too fails here, alone
+    return measured, timer.method
+
+
+def _interleaved(session: Session, prepared: dict[str, Prepared]) -> dict[str, Timing]:
+    """Graphs take turns with one another. What is measured by its kernels comes after: a profiler slows the rest."""
+    by_kernels = {name for name, one in prepared.items() if one.about["method"] == KernelTimer.method}
+    together = {name: one.measure for name, one in prepared.items() if name not in by_kernels}
+    timings = interleaved(together, session.rounds, session.dropped)
+    for name in sorted(by_kernels):
+        timings |= interleaved({name: prepared[name].measure}, 3, 1)
+    return timings
+
+
+def _product_calls(data: Data, make_cast: Callable[[bool], Cast]) -> list[Call]:
+    """fprop, dgrad and wgrad on codes that are there already, as torch offers them."""
+    cast, cast_gradient = make_cast(False), make_cast(True)
+    with torch.no_grad():
+        w = cast(data.weight)
+        calls = []
+        for x_high, dy_high in zip(data.inputs, data.gradients, strict=True):
+            x, dy = cast(x_high.detach()), cast_gradient(dy_high)
+            fprop = scaled_mm_call(*x.row_wise, *w.row_wise, True)
+            dgrad = scaled_mm_call(*dy.row_wise, *w.column_wise, False)
+            wgrad = scaled_mm_call(*dy.column_wise, *x.column_wise, False)
+            calls.append(_all_of(fprop, dgrad, wgrad))
+    return calls
+
+
+def _all_of(*calls: Call) -> Call:
+    def call() -> None:
+        for one in calls:
+            one()
+
+    return call
+
+
+def _figures(
+    session: Session, shape: Shape, name: str, prepared: Prepared, timings: dict[str, Timing]
+) -> dict[str, object]:
+    """Ratios within this run, the roofline, and the target where there is one."""
+    seconds = timings[name].median
+    figures: dict[str, object] = {}
+    if "bf16" in timings:
+        figures["speedup"] = timings["bf16"].median / seconds
+    flops, ceilings = linear_flops(*shape), session.ceilings
+    recipe, library = prepared.about["recipe"], prepared.about["library"]
+    kind = "bf16" if library == "torch" and not name.startswith("gemms") else _kind(name if library == "torch" else recipe)
+    peak = ceilings.of_products(kind)
+    moved = linear_bytes(*shape, operand_bytes=2 if kind == "bf16" else 1)
+    figures |= {"flops": flops, "per_s": flops / seconds, "of_peak": None if peak is None else flops / seconds / peak}
+    figures |= {"bytes": moved, "of_copy": None if ceilings.copy is None else moved / seconds / ceilings.copy}
+    card = ceilings.card()
+    if library == "octavo":
+        figures["model_speedup"] = None if card is None else expected_gain(shape[1], shape[2], shape[0], card)
+        cached = name.endswith("-cached")
+        if recipe in READS and "gemms" in timings and ceilings.copy is not None:
+            floor = linear_floor_s(
+                timings["gemms"].median, shape, ceilings.copy, reads=READS[recipe], weight_cached=cached
+            )
+            figures["target_ms"] = floor * 1e3
+    return figures
+
+
+def _kind(name: str) -> str:
+    """Which ceiling a rival's products have."""
+    if "rowwise" in name:
+        return "row"
+    return "block" if "block" in name else "tensor"

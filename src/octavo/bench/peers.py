@@ -1,0 +1,103 @@
+"""Other libraries' FP8, where they can be imported: Transformer Engine and torchao.
+
+Whatever they raise at import is the reason why they are not measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+TE_RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
+TORCHAO_RECIPES = ("tensorwise", "rowwise")
+Context = Callable[[], AbstractContextManager[object]]
+
+
+def peer_reason(library: str, device: torch.device) -> str | None:
+    """Why "te" or "torchao" is not measured here; None if it is."""
+    if device.type != "cuda":
+        return f"{NAMES[library]} is measured on GPUs only"
+    return _import_reason(library)
+
+
+NAMES = {"te": "Transformer Engine", "torchao": "torchao"}
+_MODULES = {"te": "transformer_engine.pytorch", "torchao": "torchao.float8"}
+
+
+@functools.cache
+def _import_reason(library: str) -> str | None:
+    module = _MODULES[library]
+    try:
+        if importlib.util.find_spec(module.partition(".")[0]) is None:
+            return f"{NAMES[library]} is not installed"
+        importlib.import_module(module)
+    except Exception as error:  # a broken build raises many kinds of errors
+        return f"{NAMES[library]} does not import ({type(error).__name__}: {error})"[:300]
+    return None
+
+
+def te_recipe(name: str) -> Any:
+    """Transformer Engine's recipe of TE_RECIPES, with its defaults."""
+    return getattr(importlib.import_module("transformer_engine.common.recipe"), TE_RECIPES[name])()
+
+
+def te_context(recipe: Any) -> Context:
+    """The context in which Transformer Engine's layers run in FP8."""
+    engine: Any = importlib.import_module("transformer_engine.pytorch")
+    if hasattr(engine, "autocast"):  # since 2.10; the older name warns from then on
+        return lambda: engine.autocast(enabled=True, recipe=recipe)  # type: ignore[no-any-return]
+    return lambda: engine.fp8_autocast(enabled=True, fp8_recipe=recipe)  # type: ignore[no-any-return]
+
+
+def te_linear(linear: nn.Linear) -> nn.Module:
+    """Transformer Engine's layer with the weights of a Linear."""
+    engine: Any = importlib.import_module("transformer_engine.pytorch")
+    layer: Any = engine.Linear(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        params_dtype=linear.weight.dtype,
+        device=linear.weight.device,
+    )
+    with torch.no_grad():
+        layer.weight.copy_(linear.weight)
+        if linear.bias is not None:
+            layer.bias.copy_(linear.bias)
+    module: nn.Module = layer
+    return module
+
+
+def is_taken(name: str, module: nn.Module) -> bool:
+    """Whether a rival's conversion takes a layer of a model: Linears in multiples of 16, but for the model's head."""
+    if not isinstance(module, nn.Linear) or name.rpartition(".")[2] in ("head", "lm_head"):
+        return False
+    return module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+
+def swap_for_te(model: nn.Module) -> int:
+    """Put Transformer Engine's Linears into a model -> how many."""
+    taken = [(name, module) for name, module in model.named_modules() if is_taken(name, module)]
+    for name, module in taken:
+        assert isinstance(module, nn.Linear)
+        owner, _, own = name.rpartition(".")
+        setattr(model.get_submodule(owner), own, te_linear(module))
+    return len(taken)
+
+
+def convert_for_torchao(model: nn.Module, recipe: str) -> int:
+    """Convert a model's Linears, in place, by torchao's recipe of that name -> how many."""
+    torchao: Any = importlib.import_module("torchao.float8")
+    names = {name for name, module in model.named_modules() if is_taken(name, module)}
+    torchao.convert_to_float8_training(
+        model,
+        config=torchao.Float8LinearConfig.from_recipe_name(recipe),
+        module_filter_fn=lambda module, name: name in names,
+    )
+    return len(names)

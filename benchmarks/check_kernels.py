@@ -5,20 +5,19 @@
 Each check is recorded as one JSON line (hardware, versions, commit, check, shape, mismatches or TB/s); one that raises
 is recorded with its error, and the others go on. Exit status 1 if any check failed, 2 if there is no CUDA device.
 
-NaN counts as bits too: Octavo writes one NaN code. Of products, native and emulated differ by the tensor core's
-accumulator; the bound is derived at `product_bound`.
+NaN counts as bits too: Octavo writes one NaN code. Column sums are float32 sums in another order than the reference's;
+the bound is derived at `sum_bound`. Products are in `check_products.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +28,17 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 import torch
 from torch import Tensor
 
-from octavo.formats import E4M3, E5M2, Format, cast, decode
-from octavo.kernels.amax import amax, amax_reference
-from octavo.kernels.cast_transpose import cast_transpose, cast_transpose_reference
-from octavo.kernels.scale_from_amax import scale_from_amax, scale_from_amax_reference
-from octavo.kernels.scaled_mm import scaled_mm, scaled_mm_reference
-from octavo.scaling import COLUMN, ROW, TENSOR
+from octavo.formats import E4M3, E5M2, Format
+from octavo.kernels.amax import amax, amax_by_row_and_column, amax_reference, partial_amax
+from octavo.kernels.cast_transpose import ScaleRule, cast_transpose, cast_transpose_reference, triton_kernel
+from octavo.scaling import COLUMN, ROW, TENSOR, multiplier_from_amax, scale_from_multiplier
+from benchmarks.check_products import check_products
+from benchmarks.kernel_inputs import AMAX_KINDS, DTYPES, RULES, SCALE_KINDS, SHAPES, TEN_MILLION
+from benchmarks.kernel_inputs import distributions, layouts, sources
 from benchmarks.kernel_speed import sweep, time_host, time_kernels
 from tests.formats.edge_values import edge_matrix, random_bits, special_float32
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMATS = (E4M3, E5M2)
-SHAPES = ((1, 1), (1, 333), (257, 1), (7, 13), (16, 16), (128, 128), (200, 130), (8192, 48), (24, 9000), (1024, 1000))
-TEN_MILLION = (3163, 3163)
 Result = dict[str, Any]
 
 
@@ -115,63 +112,38 @@ def compare(outputs: Any, expected: Any) -> Result:
     return {"mismatches": sum(differing(a, b) for a, b in zip(outputs, expected, strict=True))}
 
 
-def layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The same values in memory orders that callers have."""
-    rows, columns = x.shape
-    yield "contiguous", x
-    yield "transposed", x.t().contiguous().t()
-    wide = x.new_zeros(rows, 2 * columns)
-    wide[:, ::2] = x
-    yield "strided", wide[:, ::2]
-    flat = x.new_zeros(x.numel() + 1)
-    flat[1:] = x.flatten()
-    yield "offset", flat[1:].view(rows, columns)
-
-
-def multipliers(x: Tensor, kind: str) -> tuple[Tensor | None, Tensor | None]:
-    """(multiplier, multiplier_t) of a kind, neither of them a power of two."""
-    scalar = torch.tensor(1.7, device=x.device)
-    by_row = torch.rand(x.shape[0], 1, device=x.device) * 3 + 0.1
-    by_column = torch.rand(1, x.shape[1], device=x.device) * 3 + 0.1
-    return {
-        "shared": (scalar, scalar),
-        "codes only": (scalar, None),
-        "transposed only": (None, scalar),
-        "amax only": (None, None),
-        "row and column": (by_row, by_column),
-        "row and scalar": (by_row, scalar),
-    }[kind]
-
-
-def distributions(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Tensor]]:
-    """Ten million values of each kind."""
-    yield "normal", torch.randn(TEN_MILLION, device=device).to(dtype)
-    yield (
-        "wide",
-        (torch.randn(TEN_MILLION, device=device) * torch.randn(TEN_MILLION, device=device).mul(4).exp()).to(dtype),
-    )
-    yield "uniform", (torch.rand(TEN_MILLION, device=device) * 1000 - 500).to(dtype)
-    yield "random bits", random_bits(TEN_MILLION, dtype, device)
+def one_cast(x: Tensor, format: Format, kind: str, rule: ScaleRule = RULES[0], **options: bool) -> int:
+    """Mismatches of one cast: codes and scales of both layouts, and the amax gathered from 0 and from a larger one."""
+    given = sources(x, kind)
+    rule_or_none = rule if kind in AMAX_KINDS else None
+    mismatches = 0
+    for start in (0.0, 1e30):
+        gathered = torch.full((), start, device=x.device)
+        expected_gathered = gathered.clone()
+        found = cast_transpose(x, format, *given, rule=rule_or_none, gathered=gathered, **options)
+        expected = cast_transpose_reference(x, format, *given, rule_or_none, expected_gathered, **options)
+        mismatches += compare(found[:4], expected[:4])["mismatches"] + differing(gathered, expected_gathered)
+        mismatches += (found.column_sum is None) != (expected[4] is None)
+    return mismatches
 
 
 def check_casts(checks: Checks, device: str) -> None:
     """Edge values against the CPU's reference; the others against the same reference on the device."""
     for dtype in DTYPES:
         for format in FORMATS:
-            # Whole blocks of 128 x 128, which are compiled apart from those at an edge.
             values = edge_matrix(format, dtype).flatten()
             x = values.repeat(-(-(2**14) // len(values)))[: max(2**14, len(values) // 2**14 * 2**14)].view(-1, 128)
             for inf_to_nan in (False, True):
 
                 def edges(x: Tensor = x, format: Format = format, inf_to_nan: bool = inf_to_nan) -> Result:
-                    one, other = torch.ones(()), torch.tensor(0.37)
+                    one, other = torch.ones(()), torch.tensor(2.7)
                     result = {"mismatches": 0, "reference_mismatches": 0}
                     for pair in ((one, other), (one, one)):
-                        expected = cast_transpose_reference(x, format, *pair, inf_to_nan)
-                        m, m_t = one.to(device), other.to(device)
-                        on_device = (m, m if pair[1] is one else m_t)
+                        expected = cast_transpose_reference(x, format, *pair, inf_to_nan=inf_to_nan)
+                        s, s_t = one.to(device), other.to(device)
+                        on_device = (s, s if pair[1] is one else s_t)
                         found = cast_transpose(x.to(device), format, *on_device, inf_to_nan=inf_to_nan)
-                        reference = cast_transpose_reference(x.to(device), format, *on_device, inf_to_nan)
+                        reference = cast_transpose_reference(x.to(device), format, *on_device, inf_to_nan=inf_to_nan)
                         result["mismatches"] += compare(found, expected)["mismatches"]
                         result["reference_mismatches"] += compare(reference, expected)["mismatches"]
                     return result | {"ok": not any(result.values())}
@@ -181,28 +153,23 @@ def check_casts(checks: Checks, device: str) -> None:
     for dtype in DTYPES:
         for kind, x in distributions(dtype, device):
             for format in FORMATS:
-
-                def many(x: Tensor = x, format: Format = format) -> Result:
-                    pair = multipliers(x, "row and column")
-                    return compare(cast_transpose(x, format, *pair), cast_transpose_reference(x, format, *pair, False))
-
                 checks.run(
-                    "cast 10 million", many, shape=list(x.shape), dtype=str(dtype), format=format.name, kind=kind
-                )
+                    "cast 10 million",
+                    lambda x=x, format=format: {"mismatches": one_cast(x, format, "row and column")},
+                    shape=list(x.shape), dtype=str(dtype), format=format.name, kind=kind,
+                )  # fmt: skip
 
 
 def check_shapes(checks: Checks, device: str) -> None:
-    """Every shape in every memory order, bf16; each kind of multiplier; amaxes of every granularity."""
-    kinds = ("shared", "row and column", "codes only", "transposed only", "row and scalar", "amax only")
+    """Every shape in every memory order, bf16; each kind of scale; whole blocks of every dtype; no scale at all."""
+    kinds = (*SCALE_KINDS, *AMAX_KINDS)
     for shape in (*SHAPES, (0, 32), (32, 0)):
 
         def casts(shape: tuple[int, int] = shape) -> Result:
             mismatches = 0
             for _, x in layouts(torch.randn(shape, device=device).to(torch.bfloat16)):
-                for kind in kinds if shape == (200, 130) else kinds[:2]:
-                    pair = multipliers(x, kind)
-                    expected = cast_transpose_reference(x, E4M3, *pair, False)
-                    mismatches += compare(cast_transpose(x, E4M3, *pair), expected)["mismatches"]
+                for kind in kinds if shape == (200, 130) else ("shared", "row and column", "amax by row and column"):
+                    mismatches += one_cast(x, E4M3, kind)
             return {"mismatches": mismatches}
 
         checks.run("cast shapes", casts, shape=list(shape))
@@ -214,62 +181,168 @@ def check_shapes(checks: Checks, device: str) -> None:
                 x = torch.randn(shape, device=device).to(dtype)
                 for kind in kinds:
                     for format in FORMATS:
-                        pair = multipliers(x, kind)
-                        expected = cast_transpose_reference(x, format, *pair, False)
-                        mismatches += compare(cast_transpose(x, format, *pair), expected)["mismatches"]
+                        mismatches += one_cast(x, format, kind)
             return {"mismatches": mismatches}
 
         checks.run("cast dtypes", whole_blocks, dtype=str(dtype))
+
+        def large_blocks(dtype: torch.dtype = dtype) -> Result:
+            x = random_bits((8192, 4104), dtype, device)
+            kinds = ("shared", "row and column", "256 partial amaxes", "amax by row and column")
+            return {"mismatches": sum(one_cast(x, E5M2, kind, inf_to_nan=True) for kind in kinds)}
+
+        checks.run("cast large blocks", large_blocks, shape=[8192, 4104], dtype=str(dtype))
+
+    def odd_scales() -> Result:
+        mismatches = 0
+        for value in (0.0, float("inf"), float("nan"), 1e-45, 3e38):
+            scalar = torch.tensor(value, device=device)
+            by_row, by_column = torch.ones(300, 1, device=device), torch.ones(1, 130, device=device)
+            by_row[170], by_column[0, 129] = value, value
+            for x in (torch.randn(300, 130, device=device), torch.zeros(300, 130, device=device).to(torch.bfloat16)):
+                for pair in ((scalar, scalar), (by_row, by_column)):
+                    expected = cast_transpose_reference(x, E4M3, *pair)
+                    mismatches += compare(cast_transpose(x, E4M3, *pair), expected)["mismatches"]
+        return {"mismatches": mismatches}
+
+    checks.run("cast odd scales", odd_scales, shape=[300, 130])
+
+    def nothing_finite() -> Result:
+        mismatches = 0
+        for value in (float("nan"), float("inf"), -0.0):
+            for dtype in DTYPES:
+                x = torch.full((300, 130), value, dtype=dtype, device=device)
+                mismatches += one_cast(x, E4M3, "one partial amax") + one_cast(x, E4M3, "amax by row and column")
+        return {"mismatches": mismatches}
+
+    checks.run("cast nothing finite", nothing_finite, shape=[300, 130])
+
+
+def check_sums(checks: Checks, device: str) -> None:
+    """Column sums: of small integers exactly, of normal data within the bound of `sum_bound`; codes as without them."""
+    for dtype in (*DTYPES, torch.float64):
+        for shape in (*SHAPES, (4096, 200), (8192, 4104), (0, 32)):
+
+            def sums(dtype: torch.dtype = dtype, shape: tuple[int, int] = shape) -> Result:
+                mismatches, worst = 0, 0.0
+                for order, x in layouts(torch.randint(-8, 9, shape, device=device).to(dtype)):
+                    found = cast_transpose(x, E5M2, *sources(x, "shared"), inf_to_nan=True, column_sum=True)
+                    expected = cast_transpose_reference(x, E5M2, *sources(x, "shared"), None, None, True, True)
+                    mismatches += compare(found[:4], expected[:4])["mismatches"]
+                    mismatches += differing(found.column_sum, x.double().sum(0).float())
+                    if not x.numel() or order not in ("contiguous", "transposed"):
+                        continue
+                    x = x + torch.randn_like(x)
+                    total = cast_transpose(x, E5M2, *sources(x, "shared"), inf_to_nan=True, column_sum=True).column_sum
+                    assert total is not None
+                    # float64 is rounded to float32 first.
+                    x = x.float()
+                    error = (total.double() - x.double().sum(0)).abs()
+                    bound = sum_bound(x, order == "transposed")
+                    worst = max(worst, float((error / bound.clamp(min=1e-300)).max()))
+                return {"mismatches": mismatches, "worst": round(worst, 4), "ok": mismatches == 0 and worst <= 1}
+
+            checks.run("column sums", sums, shape=list(shape), dtype=str(dtype))
+
+    def not_finite() -> Result:
+        x = torch.ones(300, 130, device=device, dtype=torch.bfloat16)
+        x[7, 3], x[9, 4], x[10, 4], x[299, 129] = float("inf"), float("inf"), -float("inf"), float("nan")
+        total = cast_transpose(x, E5M2, *sources(x, "shared"), inf_to_nan=True, column_sum=True).column_sum
+        expected = x.float().sum(0)
+        return {"mismatches": int((total.nan_to_num(-1.0) != expected.nan_to_num(-1.0)).sum())}  # type: ignore[union-attr]
+
+    checks.run("column sums not finite", not_finite, shape=[300, 130])
+
+
+def sum_bound(x: Tensor, flipped: bool) -> Tensor:
+    """How far float32 sums [K] of x [M, K] may be from the exact ones.
+
+    A sum through which every term passes at most d additions, each rounded by a factor 1 ± 2^-24, is off by at most
+    d 2^-24 / (1 - d 2^-24) of the sum of magnitudes. In a block of rows, in whatever order, d is below its height, then
+    there is one addition a block. Of a matrix stored by columns torch takes the sums, with d below M.
+    """
+    blocks = -(-x.shape[0] // triton_kernel._BLOCK_ROWS)
+    depth = x.shape[0] if flipped else min(x.shape[0], triton_kernel._BLOCK_ROWS_LARGE + blocks)
+    unit = depth * 2.0**-24
+    return x.double().abs().sum(0) * unit / (1 - unit)
+
+
+def check_amaxes(checks: Checks, device: str) -> None:
+    """Every entry of the room `amax`, in every shape and memory order, of every dtype."""
     for dtype in DTYPES:
-        for granularity in (TENSOR, ROW, COLUMN):
 
-            def amaxes(dtype: torch.dtype = dtype, granularity: Any = granularity) -> Result:
-                mismatches = 0
-                for shape in (*SHAPES, (0, 32), (32, 0)):
-                    for _, x in layouts(random_bits(shape, dtype, device)):
-                        mismatches += differing(amax(x, granularity), amax_reference(x, granularity))
-                return {"mismatches": mismatches}
+        def amaxes(dtype: torch.dtype = dtype) -> Result:
+            mismatches = 0
+            for shape in (*SHAPES, (64, 17), (3, 200_000), (200_000, 3), (0, 32), (32, 0)):
+                for _, x in layouts(random_bits(shape, dtype, device)):
+                    mismatches += amax_mismatches(x)
+            for value in (float("nan"), float("inf"), -0.0):
+                mismatches += amax_mismatches(torch.full((300, 130), value, dtype=dtype, device=device))
+            return {"mismatches": mismatches}
 
-            checks.run("amax shapes", amaxes, dtype=str(dtype), granularity=granularity.name)
+        checks.run("amax shapes", amaxes, dtype=str(dtype))
         x = random_bits(TEN_MILLION, dtype, device)
-        for granularity in (TENSOR, ROW, COLUMN):
-            checks.run(
-                "amax 10 million",
-                lambda x=x, g=granularity: {"mismatches": differing(amax(x, g), amax_reference(x, g))},
-                shape=list(x.shape), dtype=str(dtype), granularity=granularity.name,
-            )  # fmt: skip
+        checks.run(
+            "amax 10 million", lambda x=x: {"mismatches": amax_mismatches(x)}, shape=list(x.shape), dtype=str(dtype)
+        )
+
+
+def amax_mismatches(x: Tensor) -> int:
+    """Of the whole and its parts, by row, by column, and both in one read."""
+    whole, by_row, by_column = (amax_reference(x, granularity) for granularity in (TENSOR, ROW, COLUMN))
+    found = [amax(x), partial_amax(x).amax(), amax(x, ROW), amax(x, COLUMN), *amax_by_row_and_column(x)]
+    return int(compare(found, (whole, whole, by_row, by_column, by_row, by_column))["mismatches"])
 
 
 def check_scales(checks: Checks, device: str) -> None:
-    """scale_from_amax of edges and of ten million random finite floats, against the CPU's reference."""
+    """Scales of edges and of ten million random finite amaxes, one a row, against the CPU's scale rule."""
     special = special_float32().abs()
     tiny = torch.tensor([1e-37, 1e-40, 3e38, 1e-3])
     values = torch.cat([special, tiny, random_bits((10_000_000,), torch.float32).abs()])
     values = values[values.isfinite()]
+    values = values[: values.numel() // 16 * 16].reshape(-1, 1)
     for format in FORMATS:
-        for epsilon, power_of_two in ((0.0, False), (0.0, True), (1e-3, False)):
+        for rule in RULES:
 
-            def scales(format: Format = format, epsilon: float = epsilon, power_of_two: bool = power_of_two) -> Result:
-                expected = scale_from_amax_reference(values, format, epsilon, power_of_two)
-                return compare(scale_from_amax(values.to(device), format, epsilon, power_of_two), expected)
+            def scales(format: Format = format, rule: ScaleRule = rule) -> Result:
+                kept = {"epsilon": rule.epsilon, "power_of_two": rule.power_of_two}
+                expected = scale_from_multiplier(multiplier_from_amax(values, format, **kept))
+                x = torch.ones(values.shape, device=device, dtype=torch.bfloat16)
+                by_row = cast_transpose(x, format, values.to(device), None, rule=rule).scale
+                by_column = cast_transpose(x.t(), format, None, values.t().to(device), rule=rule).scale_t
+                whole = cast_transpose(x[:16], format, values[20].to(device), None, rule=rule).scale
+                mismatches = differing(by_row, expected) + differing(by_column, expected)
+                return {"mismatches": mismatches + differing(whole, expected[20, 0])}
 
-            about = {"format": format.name, "epsilon": epsilon, "power_of_two": power_of_two}
-            checks.run("scale_from_amax", scales, shape=list(values.shape), **about)
+            about = {"format": format.name, "epsilon": rule.epsilon, "power_of_two": rule.power_of_two}
+            checks.run("scales", scales, shape=list(values.shape), **about)
 
 
 def check_compiled(checks: Checks, device: str) -> None:
-    """One graph, the same bits."""
+    """One graph, the same bits, the amax gathered, for several numbers of rows."""
+    for backend in ("aot_eager", "inductor"):
+        for by_row in (False, True):
 
-    def compiled() -> Result:
-        x = torch.randn(200, 130, device=device, dtype=torch.bfloat16)
+            def compiled(backend: str = backend, by_row: bool = by_row) -> Result:
+                torch._dynamo.reset()
 
-        def quantize(x: Tensor) -> Any:
-            multiplier, scale = scale_from_amax(amax(x), E4M3)
-            return *cast_transpose(x, E4M3, multiplier, multiplier), multiplier, scale
+                def quantize(x: Tensor, gathered: Tensor) -> Any:
+                    partial = partial_amax(x)
+                    source = amax_by_row_and_column(x) if by_row else (partial, partial)
+                    cast = cast_transpose(x, E5M2, *source, rule=RULES[0], gathered=gathered, column_sum=True)
+                    return *cast[:4], cast.column_sum
 
-        return compare(torch.compile(quantize, fullgraph=True, backend="aot_eager")(x), quantize(x))
+                function = torch.compile(quantize, fullgraph=True, backend=backend, dynamic=True)
+                mismatches = 0
+                for rows in (200, 64, 9000):
+                    # Integers: their sums are exact in any order.
+                    x = torch.randint(-8, 9, (rows, 130), device=device).to(torch.bfloat16)
+                    gathered, expected_gathered = torch.zeros((), device=device), torch.zeros((), device=device)
+                    mismatches += compare(function(x, gathered), quantize(x, expected_gathered))["mismatches"]
+                    mismatches += differing(gathered, expected_gathered) + (float(gathered) != 8.0)
+                return {"mismatches": mismatches}
 
-    checks.run("compiled", compiled, shape=[200, 130])
+            checks.run("compiled", compiled, shape=["rows", 130], backend=backend, by_row=by_row)
 
 
 def check_large(checks: Checks, device: str) -> None:
@@ -279,20 +352,39 @@ def check_large(checks: Checks, device: str) -> None:
         rows, columns = 65600, 32776
         x = torch.empty(rows, columns, dtype=torch.bfloat16, device=device).normal_()
         x[-1, -1] = 1e4
-        scalar = torch.tensor(1.7, device=device)
-        codes, codes_t, largest = cast_transpose(x, E4M3, scalar, scalar)
+        largest = x[-1, -1].float()
+        partial, gathered = partial_amax(x), torch.zeros((), device=device)
+        codes, scale, codes_t, scale_t, sums = cast_transpose(
+            x, E4M3, partial, partial, rule=RULES[0], gathered=gathered, column_sum=True
+        )
         assert codes is not None
         assert codes_t is not None
-        mismatches = differing(largest, x.new_tensor(x[-1, -1].item(), dtype=torch.float32))
-        mismatches += differing(amax(x), largest) + differing(amax(x, ROW)[-1, 0], largest)
-        mismatches += differing(amax(x, COLUMN)[0, -1], largest)
+        assert sums is not None
+        expected_scale = scale_from_multiplier(multiplier_from_amax(largest, E4M3))
+        mismatches = differing(gathered, largest) + differing(partial.amax(), largest)
+        mismatches += differing(scale, expected_scale) + differing(scale_t, expected_scale)
+        by_row, by_column = amax_by_row_and_column(x)
+        assert by_row is not None
+        assert by_column is not None
+        mismatches += differing(by_row[-1, 0], largest) + differing(by_column[0, -1], largest)
+        exact, bound = (torch.zeros(columns, dtype=torch.float64, device=device) for _ in range(2))
         for first in range(0, rows, 8192):
             last = min(first + 8192, rows)
-            expected, expected_t, _ = cast_transpose_reference(x[first:last], E4M3, scalar, scalar, False)
-            mismatches += differing(codes[first:last], expected[: last - first])
-            mismatches += differing(codes_t[:, first:last], expected_t[:, : last - first])
+            expected = cast_transpose_reference(x[first:last], E4M3, expected_scale, expected_scale)
+            mismatches += differing(codes[first:last], expected[0]) + differing(codes_t[:, first:last], expected[2])
+            mismatches += differing(by_row[first:last], amax_reference(x[first:last], ROW))
+            exact += x[first:last].double().sum(0)
+            bound += x[first:last].double().abs().sum(0)
         mismatches += int(codes[:, columns:].float().count_nonzero() + codes_t[columns:].float().count_nonzero())
-        return {"mismatches": mismatches, "elements": x.numel()}
+        # Depth as in `sum_bound`.
+        unit = (triton_kernel._BLOCK_ROWS_LARGE + -(-rows // triton_kernel._BLOCK_ROWS)) * 2.0**-24
+        worst = float(((sums.double() - exact).abs() / (bound * unit / (1 - unit))).max())
+        return {
+            "mismatches": mismatches,
+            "sums_worst": round(worst, 4),
+            "elements": x.numel(),
+            "ok": mismatches == 0 and worst <= 1,
+        }
 
     free, _ = torch.cuda.mem_get_info()
     if free > 40 * 2**30:
@@ -300,79 +392,11 @@ def check_large(checks: Checks, device: str) -> None:
     torch.cuda.empty_cache()
 
 
-def product_bound(a: Tensor, b: Tensor, precise: bool) -> tuple[Tensor, float]:
-    """How far Hopper's accumulator may be from the exact product -> (bound [M, N], relative Frobenius bound).
-
-    The tensor core adds 32 products and the accumulator at a time: 33 terms, each cut off at 2^-13 of the power of two
-    of the largest, which is at most the larger of |accumulator| and the largest product. Summed over the steps of K,
-    that bounds each element, whatever the data. "precise" moves the accumulator to float32 every 128 of K, so the
-    accumulator starts from zero every fourth step.
-
-    For independent zero-mean data the errors of the steps are independent too: a cut-off term is wrong by a uniform
-    u in [0, 2^-13 A), of second moment (2^-13 A)^2 / 3, so T steps give sqrt(33 T / 3) 2^-13 A in the root mean square,
-    A at most the final accumulator's, and the cut-offs' mean averages out with the signs of the terms.
-    """
-    steps = a.shape[1] // 32
-    a64, b64 = decode(a, torch.float64), decode(b, torch.float64)
-    bound = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64, device=a.device)
-    accumulator = torch.zeros_like(bound)
-    for step in range(steps):
-        block = slice(32 * step, 32 * step + 32)
-        if precise and step % 4 == 0:
-            accumulator = torch.zeros_like(bound)
-        largest = a64[:, block].abs().amax(1, keepdim=True) * b64[:, block].abs().amax(1)
-        bound += 33 * 2.0**-13 * torch.maximum(accumulator.abs() + bound, largest)
-        accumulator = accumulator + a64[:, block] @ b64[:, block].t()
-    return bound, math.sqrt(11 * steps) * 2.0**-13
-
-
-def check_products(checks: Checks, device: str) -> None:
-    """Native products against exact ones, tensor and row scales, every output dtype, with and without a bias."""
-    rows, inner, columns = 256, 512, 384
-    for format_a, format_b in ((E4M3, E4M3), (E5M2, E4M3)):
-        a = cast(torch.randn(rows, inner, device=device) * 8, format_a)
-        b = cast(torch.randn(columns, inner, device=device) * 8, format_b)
-        for by_row in (False, True):
-            scale_a = torch.rand(rows, 1, device=device) + 0.5 if by_row else torch.tensor(0.013, device=device)
-            scale_b = torch.rand(columns, 1, device=device) + 0.5 if by_row else torch.tensor(0.7, device=device)
-            for out_dtype in (torch.bfloat16, torch.float16, torch.float32):
-                for with_bias in (False, True):
-                    for accumulate in ("fast", "precise"):
-                        bias = torch.randn(columns, device=device).to(torch.bfloat16) if with_bias else None
-                        arguments = (a, b, scale_a, scale_b, bias, out_dtype, accumulate)
-                        about = {"formats": f"{format_a}x{format_b}", "by_row": by_row, "bias": with_bias}
-                        about |= {"out_dtype": str(out_dtype), "accumulate": accumulate}
-                        shape = [rows, inner, columns]
-                        checks.run("product", lambda args=arguments: one_product(*args), shape=shape, **about)
-
-
-def one_product(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, dtype: torch.dtype, accumulate: Any
-) -> Result:
-    """Native and emulated against the exact product, in units of the bound (1 and less is right)."""
-    scales = scale_a.double() * (scale_b.double().t() if scale_b.dim() else scale_b.double())
-    exact = (decode(a, torch.float64) @ decode(b, torch.float64).t()) * scales
-    addend = 0.0 if bias is None else bias.double()
-    bound, frobenius = product_bound(a, b, accumulate == "precise")
-    # Then the scaling, the bias and the output are rounded: half an ulp of the output, a few of float32 before; an
-    # output below the dtype's normal numbers has at most its smallest normal times eps.
-    info = torch.finfo(dtype)
-    magnitude = exact.abs() + (0.0 if bias is None else bias.double().abs())
-    bound = bound * scales + magnitude * (info.eps / 2 + 4 * 2.0**-24) + info.tiny * info.eps
-    frobenius = frobenius + info.eps / 2 + 4 * 2.0**-24
-    result: Result = {}
-    for name, product in (("native", scaled_mm), ("emulated", scaled_mm_reference)):
-        error = (product(a, b, scale_a, scale_b, bias, dtype, accumulate).double() - (exact + addend)).abs()
-        result[f"{name}_worst"] = round(float((error / bound).max()), 5)
-        result[f"{name}_relative"] = float(f"{float(error.norm() / (exact + addend).norm()):.3g}")
-    relative = max(result["native_relative"], result["emulated_relative"])
-    worst = max(result["native_worst"], result["emulated_worst"])
-    return result | {"allowed_relative": float(f"{frobenius:.3g}"), "ok": worst <= 1 and relative <= frobenius}
-
-
 PARTS: dict[str, Callable[[Checks, str], None]] = {
     "casts": check_casts,
     "shapes": check_shapes,
+    "sums": check_sums,
+    "amaxes": check_amaxes,
     "scales": check_scales,
     "compiled": check_compiled,
     "products": check_products,

@@ -5,18 +5,25 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from octavo.formats import E4M3, E5M2
-from octavo.kernels.amax import amax
-from octavo.kernels.cast_transpose import cast_transpose, triton_kernel
-from octavo.kernels.scale_from_amax import scale_from_amax
+from octavo.kernels.amax import amax, amax_by_row_and_column, partial_amax
+from octavo.kernels.amax import triton_kernel as amax_kernels
+from octavo.kernels.cast_transpose import ScaleRule, cast_transpose
+from octavo.kernels.cast_transpose import triton_kernel as cast_kernels
+from octavo.kernels.launcher import Launcher
 from octavo.scaling import COLUMN, ROW
 
 SHAPE = (16384, 8192)
+RULE = ScaleRule()
 Result = dict[str, Any]
+# A call and the bytes it must move.
+Case = tuple[Callable[[], Any], float]
 
 
 class Checks(Protocol):
@@ -49,8 +56,8 @@ def graph_seconds(call: Callable[[], Any], repeats: int = 10) -> Callable[[], fl
     return measure
 
 
-def interleaved(cases: dict[str, tuple[Callable[[], Any], float]], rounds: int = 12) -> dict[str, float]:
-    """Median TB/s of each case (a call and the bytes it must move), the cases taking turns."""
+def interleaved(cases: dict[str, Case], rounds: int = 12) -> dict[str, float]:
+    """Median TB/s of each case, the cases taking turns."""
     measures = {name: graph_seconds(call) for name, (call, _) in cases.items()}
     samples: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
@@ -62,47 +69,89 @@ def interleaved(cases: dict[str, tuple[Callable[[], Any], float]], rounds: int =
 def time_kernels(checks: Checks, device: str) -> None:
     """Speed on normal data, in TB/s of the bytes that must move and as a part of copy's."""
     x = torch.randn(SHAPE, device=device).to(torch.bfloat16)
-    x32, flipped, target = x.float(), x.t().contiguous().t(), torch.empty_like(x)
-    scalar, n = torch.tensor(1.7, device=device), x.numel()
-    by_row, by_column = (torch.rand(shape, device=device) + 0.5 for shape in ((SHAPE[0], 1), (1, SHAPE[1])))
-    cases: dict[str, tuple[Callable[[], Any], float]] = {
-        "copy": (lambda: target.copy_(x), 4 * n),
-        "copy again": (lambda: target.copy_(x), 4 * n),
-        "cast_transpose bf16": (lambda: cast_transpose(x, E4M3, scalar, scalar), 4 * n),
-        "cast_transpose bf16 gradient": (lambda: cast_transpose(x, E5M2, scalar, scalar, inf_to_nan=True), 4 * n),
-        "cast_transpose bf16 by row": (lambda: cast_transpose(x, E4M3, by_row, by_column), 4 * n),
-        "cast_transpose bf16 flipped": (lambda: cast_transpose(flipped, E4M3, scalar, scalar), 4 * n),
-        "cast_transpose bf16 odd": (lambda: cast_transpose(x[1:, :-8], E4M3, scalar, scalar), 4 * n),
-        "cast_transpose fp32": (lambda: cast_transpose(x32, E4M3, scalar, scalar), 6 * n),
-        "cast bf16 codes only": (lambda: cast_transpose(x, E4M3, scalar, None), 3 * n),
-        "cast bf16 transposed only": (lambda: cast_transpose(x, E4M3, None, scalar), 3 * n),
-        "amax tensor": (lambda: amax(x), 2 * n),
-        "amax row": (lambda: amax(x, ROW), 2 * n),
-        "amax column": (lambda: amax(x, COLUMN), 2 * n),
-    }
-    results: dict[str, float] = {}
+    n, target = x.numel(), torch.empty_like(x)
+    cases: dict[str, Case] = {"copy": (lambda: target.copy_(x), 4 * n), "copy again": (lambda: target.copy_(x), 4 * n)}
+    cases |= cast_cases(x) | recipe_cases(x) | amax_cases(x)
     for name, case in cases.items():
 
-        def timed(name: str = name, case: Any = case) -> Result:
-            pair = {"copy": cases["copy"], name: case}
-            measured = interleaved(pair)
-            results[name] = measured[name]
+        def timed(name: str = name, case: Case = case) -> Result:
+            measured = interleaved({"copy": cases["copy"], name: case})
             return {"tb_per_s": round(measured[name], 3), "of_copy": round(measured[name] / measured["copy"], 3)}
 
         checks.run("speed", timed, shape=list(SHAPE), kernel=name)
 
 
+def recipe_cases(x: Tensor) -> dict[str, Case]:
+    """One operand as each recipe casts it, all its passes; bytes of bf16 read once or twice and of both layouts."""
+    scale, gathered, n = torch.tensor(0.6, device=x.device), torch.zeros((), device=x.device), x.numel()
+
+    def delayed() -> None:
+        cast_transpose(x, E4M3, scale, scale, gathered=gathered)
+
+    def delayed_gradient() -> None:
+        cast_transpose(x, E5M2, scale, scale, gathered=gathered, inf_to_nan=True, column_sum=True)
+
+    def current() -> None:
+        partial = partial_amax(x)
+        cast_transpose(x, E4M3, partial, partial, rule=RULE)
+
+    def current_gradient() -> None:
+        partial = partial_amax(x)
+        cast_transpose(x, E5M2, partial, partial, rule=RULE, inf_to_nan=True, column_sum=True)
+
+    def row_wise() -> None:
+        by_row, by_column = amax_by_row_and_column(x)
+        cast_transpose(x, E4M3, by_row, by_column, rule=RULE)
+
+    return {
+        "delayed": (delayed, 4 * n),
+        "delayed gradient with sums": (delayed_gradient, 4 * n),
+        "current": (current, 6 * n),
+        "current gradient with sums": (current_gradient, 6 * n),
+        "row-wise": (row_wise, 6 * n),
+    }
+
+
+def cast_cases(x: Tensor) -> dict[str, Case]:
+    """cast_transpose alone, scales given."""
+    x32, flipped, n = x.float(), x.t().contiguous().t(), x.numel()
+    # `odd` is x without its first row and last 8 columns; `misaligned` starts 2 bytes after a multiple of 16.
+    odd, misaligned = x[1:, :-8], x[:, 1:]
+    scale, other = torch.tensor(0.6, device=x.device), torch.tensor(3.7, device=x.device)
+    by_row, by_column = (torch.rand(size, device=x.device) + 0.5 for size in ((x.shape[0], 1), (1, x.shape[1])))
+    return {
+        "cast_transpose": (lambda: cast_transpose(x, E4M3, scale, scale), 4 * n),
+        "cast_transpose sums": (lambda: cast_transpose(x, E5M2, scale, scale, column_sum=True), 4 * n),
+        "cast_transpose two scales": (lambda: cast_transpose(x, E4M3, scale, other), 4 * n),
+        "cast_transpose by row": (lambda: cast_transpose(x, E4M3, by_row, by_column), 4 * n),
+        "cast_transpose flipped": (lambda: cast_transpose(flipped, E4M3, scale, scale), 4 * n),
+        "cast_transpose odd": (lambda: cast_transpose(odd, E4M3, scale, scale), 4 * odd.numel()),
+        "cast_transpose misaligned": (lambda: cast_transpose(misaligned, E4M3, scale, scale), 4 * misaligned.numel()),
+        "cast_transpose fp32": (lambda: cast_transpose(x32, E4M3, scale, scale), 6 * n),
+        "cast codes only": (lambda: cast_transpose(x, E4M3, scale, None), 3 * n),
+        "cast transposed only": (lambda: cast_transpose(x, E4M3, None, scale), 3 * n),
+    }
+
+
+def amax_cases(x: Tensor) -> dict[str, Case]:
+    """The passes that only measure."""
+    n = x.numel()
+    return {
+        "partial_amax": (lambda: partial_amax(x), 2 * n),
+        "amax": (lambda: amax(x), 2 * n),
+        "amax row": (lambda: amax(x, ROW), 2 * n),
+        "amax column": (lambda: amax(x, COLUMN), 2 * n),
+        "amax_by_row_and_column": (lambda: amax_by_row_and_column(x), 2 * n),
+    }
+
+
 def time_host(checks: Checks, device: str) -> None:
     """Host time of a call on a small matrix, in microseconds."""
     x = torch.randn(256, 1024, device=device, dtype=torch.bfloat16)
-    scalar = torch.tensor(1.7, device=device)
-    largest = amax(x)
-    calls: dict[str, Callable[[], Any]] = {
-        "cast_transpose": lambda: cast_transpose(x, E4M3, scalar, scalar),
-        "amax": lambda: amax(x),
-        "scale_from_amax": lambda: scale_from_amax(largest, E4M3),
-        "torch.empty": lambda: torch.empty((256, 1024), dtype=torch.float8_e4m3fn, device=device),
-    }
+    calls: dict[str, Callable[[], Any]] = {name: call for name, (call, _) in (recipe_cases(x) | amax_cases(x)).items()}
+    scale = torch.tensor(0.6, device=device)
+    calls["cast_transpose"] = lambda: cast_transpose(x, E4M3, scale, scale)
+    calls["torch.empty"] = lambda: torch.empty((256, 1024), dtype=torch.float8_e4m3fn, device=device)
     for name, call in calls.items():
 
         def timed(call: Callable[[], Any] = call) -> Result:
@@ -119,29 +168,58 @@ def time_host(checks: Checks, device: str) -> None:
 
 
 def sweep(checks: Checks, device: str) -> None:
-    """cast_transpose with other blocks than its own."""
+    """The kernels with other constants than their own."""
     x = torch.randn(SHAPE, device=device).to(torch.bfloat16)
-    scalar, target = torch.tensor(1.7, device=device), torch.empty_like(x)
+    target, n = torch.empty_like(x), x.numel()
+    copy: Case = (lambda: target.copy_(x), 4 * n)
+    recipes, parts = recipe_cases(x), amax_cases(x)
+    small = torch.randn(1024, 4096, device=device).to(torch.bfloat16)
+    small_case = recipe_cases(small)["delayed"]
     for rows, columns, warps in (
-        (64, 64, 2), (64, 64, 4), (128, 64, 4), (64, 128, 4), (128, 64, 8), (64, 128, 8), (128, 128, 4), (128, 128, 8),
-        (128, 128, 16), (256, 64, 8), (64, 256, 8), (32, 256, 4), (256, 128, 8), (32, 128, 4),
+        (32, 64, 2), (32, 64, 4), (64, 32, 4), (64, 64, 2), (64, 64, 4), (64, 64, 8), (64, 128, 4), (64, 128, 8),
+        (128, 32, 4), (128, 64, 4), (128, 64, 8), (128, 128, 4), (128, 128, 8), (256, 32, 4), (256, 64, 8),
     ):  # fmt: skip
+        cast_values = {"_BLOCK_ROWS": rows, "_BLOCK_ROWS_LARGE": rows, "_BLOCK_COLUMNS": columns, "WARPS": warps}
+        cases = {"copy": copy, "cast": recipes["delayed"], "gradient": recipes["delayed gradient with sums"]}
+        cases |= {"row-wise": recipes["row-wise"], "small": small_case}
+        checks.run("sweep", with_constants(cast_kernels, cast_values, cases), kernel="cast_transpose", **cast_values)
+    for block, most, warps in (
+        (4096, 256, 4), (4096, 512, 4), (8192, 128, 8), (8192, 256, 4), (8192, 256, 8), (8192, 512, 8),
+        (8192, 1024, 4), (8192, 1024, 8), (16384, 128, 8), (16384, 256, 8), (16384, 256, 16), (16384, 512, 8),
+    ):  # fmt: skip
+        amax_values = {"_BLOCK": block, "_MOST_PARTIALS": most, "WARPS": warps}
+        cases = {"copy": copy, "partial_amax": parts["partial_amax"], "current": recipes["current"]}
+        checks.run("sweep", with_constants(amax_kernels, amax_values, cases), kernel="partial_amax", **amax_values)
+    for rows, columns, warps in ((64, 64, 4), (64, 128, 8), (128, 64, 4), (128, 128, 4), (128, 128, 8), (64, 256, 8)):
+        block_values = {"_BLOCK_ROWS": rows, "_BLOCK_COLUMNS": columns, "WARPS": warps}
+        cases = {"copy": copy, "both": parts["amax_by_row_and_column"], "row-wise": recipes["row-wise"]}
+        name = "amax_by_row_and_column"
+        checks.run("sweep", with_constants(amax_kernels, block_values, cases), kernel=name, **block_values)
 
-        def timed(rows: int = rows, columns: int = columns, warps: int = warps) -> Result:
-            names = ("_BLOCK_ROWS", "_BLOCK_COLUMNS", "_WARPS")
-            before = {name: getattr(triton_kernel, name) for name in names}
-            try:
-                for name, value in zip(names, (rows, columns, warps), strict=True):
-                    setattr(triton_kernel, name, value)
-                n = x.numel()
-                cases: dict[str, tuple[Callable[[], Any], float]] = {
-                    "copy": (lambda: target.copy_(x), 4 * n),
-                    "cast": (lambda: cast_transpose(x, E4M3, scalar, scalar), 4 * n),
-                }
-                measured = interleaved(cases)
-            finally:
-                for name, value in before.items():
-                    setattr(triton_kernel, name, value)
-            return {"tb_per_s": round(measured["cast"], 3), "of_copy": round(measured["cast"] / measured["copy"], 3)}
 
-        checks.run("sweep", timed, block=[rows, columns], warps=warps)
+def with_constants(module: ModuleType, values: dict[str, int], cases: dict[str, Case]) -> Callable[[], Result]:
+    """A check that measures `cases` while constants of a kernel's module have other values."""
+
+    def timed() -> Result:
+        before = {name: getattr(module, name) for name in values}
+        try:
+            for name, value in values.items():
+                setattr(module, name, value)
+            # Warps are not in the launchers' keys: what was compiled with others must go.
+            forget_variants(module)
+            measured = interleaved(cases)
+        finally:
+            for name, value in before.items():
+                setattr(module, name, value)
+            forget_variants(module)
+        rates: Result = {name: round(rate, 3) for name, rate in measured.items()}
+        return rates | {f"{name}_of_copy": round(rate / measured["copy"], 3) for name, rate in measured.items()}
+
+    return timed
+
+
+def forget_variants(module: ModuleType) -> None:
+    """Compiled variants that a module's launchers hold."""
+    for value in vars(module).values():
+        if isinstance(value, Launcher):
+            value._variants.clear()

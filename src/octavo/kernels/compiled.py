@@ -26,19 +26,7 @@ def partial_amax_inductor(x: Tensor) -> Tensor:
     return out
 
 
-@triton_op("octavo::amax_by_row_and_column_inductor", mutates_args=())
-def amax_by_row_and_column_inductor(x: Tensor, row: bool, column: bool) -> tuple[Tensor, Tensor]:
-    """`octavo.kernels.amax.amax_by_row_and_column`; an empty tensor for what is not wanted."""
-    x = x if x.stride(1) == 1 else x.contiguous()
-    outputs, programs, inputs, constants = amax_kernels.prepare_by_row_and_column(x, row, column)
-    wrap_triton(amax_kernels.amax_by_row_and_column_kernel)[(programs,)](
-        *inputs, *constants, num_warps=amax_kernels.WARPS
-    )
-    by_row, by_column = (x.new_empty(0, dtype=torch.float32) if out is None else out for out in outputs)
-    return by_row, by_column
-
-
-@triton_op("octavo::cast_transpose_inductor", mutates_args={"gathered"})
+@triton_op("octavo::cast_transpose_inductor", mutates_args=())
 def cast_transpose_inductor(
     x: Tensor,
     format: str,
@@ -46,20 +34,31 @@ def cast_transpose_inductor(
     columnwise: Tensor | None,
     epsilon: str | None,
     power_of_two: bool,
-    gathered: Tensor | None,
+    gather: bool,
     inf_to_nan: bool,
     column_sum: bool,
     shared: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`octavo.kernels.cast_transpose.cast_transpose`; an empty tensor for what is not wanted. The sums are partial."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`octavo.kernels.cast_transpose.cast_transpose`; an empty tensor for what is not wanted.
+
+    The sums are partial, and the amax of x is the last output, which the caller gathers.
+    """
     x = x if x.stride(1) == 1 else x.contiguous()
     rule = None if epsilon is None else ScaleRule(epsilon, power_of_two)
+    gathered = x.new_zeros((), dtype=torch.float32) if gather else None
     outputs, programs, inputs, constants = cast_kernels.prepare(
-        x, format_named(format), rowwise, rowwise if shared else columnwise, rule, gathered, inf_to_nan, column_sum
-    )
+        x, format_named(format), rowwise, rowwise if shared else columnwise, rule, gathered, inf_to_nan, column_sum,
+        # Inductor fills a new scalar before it is written, a vector it leaves alone.
+        scalar=(1,),
+    )  # fmt: skip
     wrap_triton(cast_kernels.cast_transpose_kernel)[(programs,)](*inputs, *constants, num_warps=cast_kernels.WARPS)
     codes, scale, codes_t, scale_t, sums = outputs
-    codes, scale, codes_t, scale_t, sums = (
-        x.new_empty(0) if out is None else out for out in (codes, scale, codes_t, None if shared else scale_t, sums)
+    if scale is not None and rowwise is not None and rowwise.dim() != 2:
+        scale = scale.reshape(())
+    if scale_t is not None and columnwise is not None and columnwise.dim() != 2:
+        scale_t = scale_t.reshape(())
+    codes, scale, codes_t, scale_t, sums, gathered = (
+        x.new_empty(0) if out is None else out
+        for out in (codes, scale, codes_t, None if shared else scale_t, sums, gathered)
     )
-    return codes, scale, codes_t, scale_t, sums
+    return codes, scale, codes_t, scale_t, sums, gathered

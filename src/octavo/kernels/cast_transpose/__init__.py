@@ -125,13 +125,18 @@ def _compiled(
     shared = rowwise is columnwise
     native = x.is_cuda and runs_compiled(x.device.index, format.name)
     operator = _inductor_operator() if native else _operator
-    outputs = operator(
-        x, format.name, rowwise, columnwise, epsilon, power_of_two, gathered, inf_to_nan, column_sum, shared
+    gather = gathered is not None
+    *outputs, largest = operator(
+        x, format.name, rowwise, columnwise, epsilon, power_of_two, gather, inf_to_nan, column_sum, shared
     )
     wanted = (rowwise, rowwise, columnwise, columnwise, column_sum or None)
     codes, scale, codes_t, scale_t, sums = (
         out if want is not None else None for out, want in zip(outputs, wanted, strict=True)
     )
+    if gathered is not None:
+        # Not by the operator: a checkpoint in compiled code would run it again in the backward, with a tensor that has
+        # been written to since.
+        gathered.copy_(torch.maximum(gathered, largest))
     if native and sums is not None:
         sums = sums.sum(0)
     return CastOutput(codes, scale, codes_t, scale if shared else scale_t, sums)
@@ -150,18 +155,20 @@ def _operator_implementation(
     columnwise: Tensor | None,
     epsilon: str | None,
     power_of_two: bool,
-    gathered: Tensor | None,
+    gather: bool,
     inf_to_nan: bool,
     column_sum: bool,
     shared: bool,
 ) -> tuple[Tensor, ...]:
     rule = None if epsilon is None else ScaleRule(epsilon, power_of_two)
     columnwise = rowwise if shared else columnwise
+    gathered = x.new_zeros((), dtype=torch.float32) if gather else None
     outputs = _launch(x, format_named(format), rowwise, columnwise, rule, gathered, inf_to_nan, column_sum)
     # An operator returns tensors only, none of them twice: what was left out is an empty one.
     codes, scale, codes_t, scale_t, sums = outputs
     return tuple(
-        x.new_empty(0) if out is None else out for out in (codes, scale, codes_t, None if shared else scale_t, sums)
+        x.new_empty(0) if out is None else out
+        for out in (codes, scale, codes_t, None if shared else scale_t, sums, gathered)
     )
 
 
@@ -172,7 +179,7 @@ def _fake(
     columnwise: Tensor | None,
     epsilon: str | None,
     power_of_two: bool,
-    gathered: Tensor | None,
+    gather: bool,
     inf_to_nan: bool,
     column_sum: bool,
     shared: bool,
@@ -190,13 +197,14 @@ def _fake(
         x.new_empty(0) if columnwise is None else x.new_empty((columns, rows), dtype=dtype),
         x.new_empty(0) if columnwise is None or shared else scale(columnwise, columns),
         x.new_empty(x.shape[1], dtype=torch.float32) if column_sum else x.new_empty(0),
+        x.new_empty((), dtype=torch.float32) if gather else x.new_empty(0),
     )
 
 
 _operator = register(
     "cast_transpose(Tensor x, str format, Tensor? rowwise, Tensor? columnwise, str? epsilon, bool power_of_two,"
-    " Tensor(a!)? gathered, bool inf_to_nan, bool column_sum, bool shared)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " bool gather, bool inf_to_nan, bool column_sum, bool shared)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _operator_implementation,
     _fake,
 )

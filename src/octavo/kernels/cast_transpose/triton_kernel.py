@@ -82,13 +82,42 @@ def _multiplier(
 
 
 @triton.jit
-def _encode(values, multiplier, INF_TO_NAN: tl.constexpr, CODE: tl.constexpr):
-    """Bits (uint8) of cast(values * multiplier), values float32."""
+def _scaled(values, multiplier, inside, INF_TO_NAN: tl.constexpr):
+    """values * multiplier, float32, rounded once; 0 outside of the matrix, even if the multiplier is not a number."""
     product = values * multiplier
     if INF_TO_NAN:
         # inf - inf is NaN; 0 taken from anything changes nothing, the sign of a zero included.
         product = product - (values - values)
-    return product.to(CODE).to(tl.uint8, bitcast=True)
+    return tl.where(inside, product, 0.0)
+
+
+@triton.jit
+def _pairs_of_codes(upper, lower, CODE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Codes of two float32 matrices as one of 16-bit words, each with that of `lower` in its low byte.
+
+    The conversion writes pairs, and is asked for just these. (Made of single codes by shifts, the words came out wrong on
+    sm_90 in some variants, though the PTX was right: Triton 3.6's ptxas. `check_kernels.py` looks at all of them.)
+    """
+    if INTERPRETED:
+        low = lower.to(CODE).to(tl.uint8, bitcast=True).to(tl.uint16)
+        words = low | (upper.to(CODE).to(tl.uint8, bitcast=True).to(tl.uint16) << 8)
+    elif CODE == tl.float8e4nv:
+        words = tl.inline_asm_elementwise(
+            """{ .reg .b16 first, second;
+            cvt.rn.satfinite.e4m3x2.f32 first, $1, $3;
+            cvt.rn.satfinite.e4m3x2.f32 second, $2, $4;
+            mov.b32 $0, {first, second}; }""",
+            "=r,f,f,f,f", [upper, lower], dtype=tl.uint16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        words = tl.inline_asm_elementwise(
+            """{ .reg .b16 first, second;
+            cvt.rn.satfinite.e5m2x2.f32 first, $1, $3;
+            cvt.rn.satfinite.e5m2x2.f32 second, $2, $4;
+            mov.b32 $0, {first, second}; }""",
+            "=r,f,f,f,f", [upper, lower], dtype=tl.uint16, is_pure=True, pack=2,
+        )  # fmt: skip
+    return words
 
 
 @triton.jit
@@ -130,6 +159,7 @@ def cast_transpose_kernel(
     INF_TO_NAN: tl.constexpr,
     COLUMN_SUM: tl.constexpr,
     CODE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     FORMAT_MAX: tl.constexpr,
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -187,11 +217,13 @@ def cast_transpose_kernel(
             m_0, m_1 = m_0[:, None], m_1[:, None]
         elif program == 0:
             tl.store(scale, used_0)
-        bits_0 = tl.where(inside_0, _encode(values_0, m_0, INF_TO_NAN, CODE), 0).to(tl.uint8)
-        bits_1 = tl.where(inside_1, _encode(values_1, m_1, INF_TO_NAN, CODE), 0).to(tl.uint8)
+        scaled_0, scaled_1 = (
+            _scaled(values_0, m_0, inside_0, INF_TO_NAN),
+            _scaled(values_1, m_1, inside_1, INF_TO_NAN),
+        )
         target = codes + row_0[:, None] * padded_columns + column[None, :]
-        tl.store(target, bits_0.to(CODE, bitcast=True), mask=within)
-        tl.store(target + padded_columns, bits_1.to(CODE, bitcast=True), mask=within)
+        tl.store(target, scaled_0.to(CODE), mask=within)
+        tl.store(target + padded_columns, scaled_1.to(CODE), mask=within)
     # 5. The other layout, two codes a word.
     if HAS_CODES_T:
         if not SHARED:
@@ -205,11 +237,19 @@ def cast_transpose_kernel(
                 m_t = m_t[None, :]
             elif program == 0:
                 tl.store(scale_t, used_t)
-            bits_0 = tl.where(inside_0, _encode(values_0, m_t, INF_TO_NAN, CODE), 0).to(tl.uint8)
-            bits_1 = tl.where(inside_1, _encode(values_1, m_t, INF_TO_NAN, CODE), 0).to(tl.uint8)
-        words = bits_0.to(tl.uint16) | (bits_1.to(tl.uint16) << 8)
-        target_t = codes_t.to(tl.pointer_type(tl.uint16)) + column[:, None] * (padded_rows // 2) + pair[None, :]
-        tl.store(target_t, tl.trans(words), mask=tl.trans(within))
+            scaled_0, scaled_1 = (
+                _scaled(values_0, m_t, inside_0, INF_TO_NAN),
+                _scaled(values_1, m_t, inside_1, INF_TO_NAN),
+            )
+        words = _pairs_of_codes(scaled_1, scaled_0, CODE, INTERPRETED)
+        # The extent of codes_t in words; divisions and masks as the compiler needs them to store 16 bytes at once.
+        width_t = (rows + 15) // 16 * 8
+        target_t = codes_t.to(tl.pointer_type(tl.uint16)) + column[:, None] * width_t + pair[None, :]
+        tl.store(target_t, tl.trans(words), mask=(column < padded_columns)[:, None] & (pair < width_t)[None, :])
+
+
+# Triton's interpreter knows no assembly.
+_INTERPRETED = not isinstance(cast_transpose_kernel, triton.runtime.JITFunction)
 
 
 class _Call(NamedTuple):
@@ -230,8 +270,12 @@ def prepare(
     gathered: Tensor | None,
     inf_to_nan: bool,
     column_sum: bool,
+    scalar: tuple[int, ...] = (),
 ) -> _Call:
-    """The launch for an x whose rows are contiguous; the sums [blocks of rows, K] are partial."""
+    """The launch for an x whose rows are contiguous.
+
+    The sums [blocks of rows, K] are partial, and a scale of the whole matrix has the shape `scalar`.
+    """
     rows, columns = x.shape
     padded_rows, padded_columns = padded(rows), padded(columns)
     shared = rowwise is columnwise
@@ -240,31 +284,32 @@ def prepare(
     codes = scale = codes_t = scale_t = sums = None
     if rowwise is not None:
         codes = x.new_empty((padded_rows, padded_columns), dtype=format.dtype)
-        scale = x.new_empty((padded_rows, 1) if by_row else (), dtype=torch.float32)
+        scale = x.new_empty((padded_rows, 1) if by_row else scalar, dtype=torch.float32)
     if columnwise is not None:
         codes_t = x.new_empty((padded_columns, padded_rows), dtype=format.dtype)
-        scale_t = scale if shared else x.new_empty((padded_columns, 1) if by_column else (), dtype=torch.float32)
+        scale_t = scale if shared else x.new_empty((padded_columns, 1) if by_column else scalar, dtype=torch.float32)
     # Of a traced number of rows nothing is asked: each answer would be a graph of its own.
     large = not isinstance(rows, int) or rows * columns >= _LARGE
     block_rows = _BLOCK_ROWS_LARGE if large else _BLOCK_ROWS
     tiles_tall, tiles_wide = -(-padded_rows // block_rows), -(-padded_columns // _BLOCK_COLUMNS)
     if column_sum:
         sums = x.new_empty((tiles_tall, columns), dtype=torch.float32)
-    rowwise, columnwise = _readable(rowwise, rule), _readable(columnwise, rule)
+    rowwise, columnwise = _readable(rowwise), _readable(columnwise)
+    # A pointer that the flags leave unused may be any; x itself would be materialised once more by the compiler.
+    unused = next((out for out in (codes, codes_t, gathered, sums) if out is not None), x)
     return _Call(
         (codes, scale, codes_t, scale_t, sums),
         tiles_tall * tiles_wide,
-        # A pointer that the flags leave unused may be any.
         (
             x,
-            x if codes is None else codes,
-            x if codes_t is None else codes_t,
-            x if rowwise is None else rowwise,
-            x if columnwise is None else columnwise,
-            x if scale is None else scale,
-            x if scale_t is None else scale_t,
-            x if gathered is None else gathered,
-            x if sums is None else sums,
+            unused if codes is None else codes,
+            unused if codes_t is None else codes_t,
+            unused if rowwise is None else rowwise,
+            unused if columnwise is None else columnwise,
+            unused if scale is None else scale,
+            unused if scale_t is None else scale_t,
+            unused if gathered is None else gathered,
+            unused if sums is None else sums,
             rows,
             columns,
             x.stride(0),
@@ -284,6 +329,7 @@ def prepare(
             inf_to_nan,
             column_sum,
             _CODE_DTYPES[format.name],
+            _INTERPRETED,
             format.max,
             SMALLEST_MULTIPLIER,
             LARGEST_MULTIPLIER,
@@ -293,7 +339,7 @@ def prepare(
     )
 
 
-def _readable(given: Tensor | None, rule: ScaleRule | None) -> Tensor | None:
+def _readable(given: Tensor | None) -> Tensor | None:
     """Scales or amaxes as the kernel reads them: without gaps, and partial amaxes a power of two in number."""
     if given is None:
         return None

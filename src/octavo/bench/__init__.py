@@ -4,6 +4,7 @@ Ceilings of the card, casts, one Linear on the device's time and on the host's, 
 """
 
 from octavo.bench.engine import run_bench
+from octavo.bench.joining import joined_records, with_targets
 from octavo.bench.settings import DEFAULT_SECTIONS, MODELS, SECTIONS, BenchSettings
 
-__all__ = ["DEFAULT_SECTIONS", "MODELS", "SECTIONS", "BenchSettings", "run_bench"]
+__all__ = ["DEFAULT_SECTIONS", "MODELS", "SECTIONS", "BenchSettings", "joined_records", "run_bench", "with_targets"]

@@ -35,7 +35,7 @@ class CudaGraphs:
         replay()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3
+        return float(start.elapsed_time(end)) / 1e3
 
 
 class KernelTimer:
@@ -73,12 +73,11 @@ def kernel_microseconds(events: Sequence[Any]) -> float:
 
     An operator's own entry repeats the time of the kernels that it started, so it is left out.
     """
-    device = torch.autograd.DeviceType.CUDA
     return float(
         sum(
             event.self_device_time_total
             for event in events
-            if event.device_type == device and not getattr(event, "is_user_annotation", False)
+            if event.device_type.name == "CUDA" and not getattr(event, "is_user_annotation", False)
         )
     )
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
+from octavo.bench.cases.article import measure_article
 from octavo.bench.cases.cast_transpose import measure_casts
 from octavo.bench.cases.ceilings import measure_ceilings
 from octavo.bench.cases.host import measure_host
 from octavo.bench.cases.linear import measure_linears
+from octavo.bench.cases.steps import measure_steps
 from octavo.bench.environment import run_row
 from octavo.bench.record import BenchRecord, Row
 from octavo.bench.session import Session, Watcher, reason_of
 from octavo.bench.settings import SECTIONS, BenchSettings
+from octavo.bench.targets import target_rows
 from octavo.bench.timing import Timer
 
 # How the time is shared out, when there is a limit.
@@ -25,6 +29,8 @@ CASES: dict[str, Callable[[Session], None]] = {
     "casts": measure_casts,
     "linear": measure_linears,
     "host": measure_host,
+    "steps": measure_steps,
+    "article": measure_article,
 }
 
 
@@ -51,13 +57,28 @@ def run_bench(
     torch.manual_seed(settings.seed)
     session.add(run_row(settings, command))
     chosen = [name for name in SECTIONS if name in settings.only]
-    for place, name in enumerate(chosen):
-        session.deadline.begin(WEIGHTS[name], [WEIGHTS[later] for later in chosen[place + 1 :]])
-        try:
-            _run_section(session, name)
-        finally:
-            session.deadline.end()
+    with _one_thread(session.on_gpu):
+        for place, name in enumerate(chosen):
+            session.deadline.begin(WEIGHTS[name], [WEIGHTS[later] for later in chosen[place + 1 :]])
+            try:
+                _run_section(session, name)
+            finally:
+                session.deadline.end()
+    for row in target_rows(record.rows):
+        session.add(row)
     return record.rows
+
+
+@contextmanager
+def _one_thread(on_gpu: bool) -> Iterator[None]:
+    """On a CPU one thread: the shapes are small, and threads that wait for busy cores would take most of the time."""
+    before = torch.get_num_threads()
+    if not on_gpu:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _run_section(session: Session, name: str) -> None:

@@ -52,8 +52,8 @@ def te_context(recipe: Any) -> Context:
     """The context in which Transformer Engine's layers run in FP8."""
     engine: Any = importlib.import_module("transformer_engine.pytorch")
     if hasattr(engine, "autocast"):  # since 2.10; the older name warns from then on
-        return lambda: engine.autocast(enabled=True, recipe=recipe)  # type: ignore[no-any-return]
-    return lambda: engine.fp8_autocast(enabled=True, fp8_recipe=recipe)  # type: ignore[no-any-return]
+        return lambda: engine.autocast(enabled=True, recipe=recipe)
+    return lambda: engine.fp8_autocast(enabled=True, fp8_recipe=recipe)
 
 
 def te_linear(linear: nn.Linear) -> nn.Module:

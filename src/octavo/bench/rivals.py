@@ -11,8 +11,16 @@ import torch
 from torch import Tensor, nn
 
 import octavo.recipes as recipes
-from octavo.bench.peers import TE_RECIPES, TORCHAO_RECIPES, Context, convert_for_torchao, peer_reason, te_context
-from octavo.bench.peers import te_linear, te_recipe
+from octavo.bench.peers import (
+    TE_RECIPES,
+    TORCHAO_RECIPES,
+    Context,
+    convert_for_torchao,
+    peer_reason,
+    te_context,
+    te_linear,
+    te_recipe,
+)
 from octavo.modules import Linear
 from octavo.recipes import Recipe
 from octavo.runtime import autocast, update_scales

@@ -53,7 +53,9 @@ class Session:
         self.deadline = deadline or Deadline(settings.time_limit_s)
         self.timer: Timer = timer or (GraphTimer(CudaGraphs()) if self.on_gpu else WallTimer())
         self.host_timer: Timer = HostTimer(self.synchronise, 20 if self.on_gpu else 4)
-        self.rounds, self.dropped = (5, 1) if settings.quick or not self.on_gpu else (12, 2)
+        self.rounds, self.dropped = (5, 1) if settings.quick else (12, 2)
+        if not self.on_gpu:
+            self.rounds, self.dropped = 3, 1
         self.cache_bytes = l2_bytes(self.device)
         self._watch = watch
 

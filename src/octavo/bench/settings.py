@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from octavo.bench.variants import parse_variant
+
 SECTIONS = ("ceilings", "casts", "linear", "host", "steps", "article")
 # The article's comparison trains at several batch sizes: minutes of its own, so it is asked for by name.
 DEFAULT_SECTIONS = SECTIONS[:-1]
@@ -44,6 +46,8 @@ class BenchSettings:
     def __post_init__(self) -> None:
         _check(self.only, SECTIONS, "--only")
         _check(self.models, MODELS, "--models")
+        for key in self.variants or ():
+            parse_variant(key)
         if self.time_limit_s is not None and self.time_limit_s <= 0:
             raise ValueError(f"the time limit is {self.time_limit_s} s: it must be positive")
         if self.memory_limit_gib <= 0:

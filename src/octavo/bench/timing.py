@@ -115,9 +115,7 @@ class HostTimer:
 
     method = HOST
 
-    def __init__(
-        self, synchronise: Call, repeats: int = 20, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, synchronise: Call, repeats: int = 20, clock: Callable[[], float] = time.perf_counter) -> None:
         self._synchronise, self._repeats, self._clock = synchronise, repeats, clock
 
     def prepare(self, calls: Sequence[Call]) -> Measure:
@@ -147,9 +145,7 @@ def interleaved(measures: Mapping[str, Measure], rounds: int, dropped: int = 2) 
     return {name: Timing(tuple(values)) for name, values in samples.items()}
 
 
-def timed_steps(
-    step: Call, count: int, synchronise: Call, clock: Callable[[], float] = time.perf_counter
-) -> Timing:
+def timed_steps(step: Call, count: int, synchronise: Call, clock: Callable[[], float] = time.perf_counter) -> Timing:
     """Wall time of `count` steps, each until the device is done."""
     samples = []
     synchronise()

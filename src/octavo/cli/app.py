@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from octavo.cli.bench import bench
 from octavo.cli.doctor import doctor
 from octavo.cli.study import study
 from octavo.version import __version__
@@ -20,6 +21,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(study)
+app.command()(bench)
 app.command()(doctor)
 
 

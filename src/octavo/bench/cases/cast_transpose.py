@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from octavo.bench.cases.ceilings import measure_copy
@@ -35,9 +37,7 @@ def _measure_shape(session: Session, shape: tuple[int, int]) -> None:
     sets = num_sets(2 * elements, session.cache_bytes)
     inputs = [torch.randn(shape, device=session.device, dtype=torch.bfloat16) for _ in range(sets)]
     targets = [torch.empty_like(x) for x in inputs]
-    copies: list[Call] = [
-        lambda x=x, target=target: target.copy_(x) for x, target in zip(inputs, targets, strict=True)
-    ]
+    copies: list[Call] = [partial(target.copy_, x) for x, target in zip(inputs, targets, strict=True)]
     about = {"kind": "cast", "shape": list(shape), "method": session.timer.method, "sets": sets}
     measures: dict[str, Measure] = {name: session.timer.prepare(copies) for name in COPIES}
     for name, cast in _casts(session.device).items():
@@ -70,4 +70,4 @@ def _casts(device: torch.device) -> dict[str, Cast]:
 
 
 def _calls(cast: Cast, inputs: list[torch.Tensor]) -> list[Call]:
-    return [lambda x=x: cast(x) for x in inputs]  # type: ignore[misc]
+    return [partial(cast, x) for x in inputs]

@@ -28,11 +28,15 @@ _SECONDS = {"torchao": 12.0}
 
 
 class Prepared(NamedTuple):
-    """A rival that is ready: how it is measured, and what must stay alive until then."""
+    """A rival that is ready: how it is measured, what must stay alive until then, and its calls if it may be its twin.
+
+    A captured graph keeps neither layers nor inputs alive.
+    """
 
     measure: Measure
     about: Row
     holds: object
+    calls: list[Call] | None = None
 
 
 class Data(NamedTuple):
@@ -85,6 +89,8 @@ def _measure_shape(session: Session, shape: Shape, rivals: list[Rival]) -> None:
         elif session.fits(about, _SECONDS.get(rival.library, 0.0)):
             _prepare(session, rival, data, about, prepared)
     timings = _interleaved(session, prepared)
+    if any(one.about["method"] == KernelTimer.method for one in prepared.values()):
+        _add_kernel_twins(session, prepared, timings)
     for name, timing in timings.items():
         session.measured(prepared[name].about, timing.row() | _figures(session, shape, name, prepared[name], timings))
 
@@ -98,7 +104,8 @@ def _prepare(session: Session, rival: Rival, data: Data, about: Row, prepared: d
                 calls[0]()
             built.settle()
         measure, method = _timer(session, built, calls)
-        prepared[rival.key] = Prepared(measure, about | {"method": method}, built)
+        twin = calls if rival.library in ("torch", "octavo") else None
+        prepared[rival.key] = Prepared(measure, about | {"method": method}, built, twin)
     except Exception as error:  # whatever a rival raises is a finding
         session.failed(about, error)
 
@@ -133,7 +140,9 @@ def _timer(session: Session, built: Built, calls: list[Call]) -> tuple[Measure, 
     timer = KernelTimer()
     torch.cuda.synchronize()
 
-    def measured(measure: Measure = timer.prepare(calls)) -> float:
+    measure = timer.prepare(calls)
+
+    def measured() -> float:
         with built.context():
             return measure()
 
@@ -149,6 +158,20 @@ def _interleaved(session: Session, prepared: dict[str, Prepared]) -> dict[str, T
     for name in sorted(by_kernels):
         timings |= interleaved({name: prepared[name].measure}, 3, 1)
     return timings
+
+
+def _add_kernel_twins(session: Session, prepared: dict[str, Prepared], timings: dict[str, Timing]) -> None:
+    """Measure BF16 and Octavo by their kernels as well, under names of their own: a peer could not be captured."""
+    for name, one in list(prepared.items()):
+        if one.about["method"] == KernelTimer.method or one.calls is None or name.endswith("-again"):
+            continue
+        twin = f"{name}-kernels"
+        about = one.about | {"rival": twin, "method": KernelTimer.method}
+        try:
+            timings |= interleaved({twin: KernelTimer().prepare(one.calls)}, 3, 1)
+            prepared[twin] = one._replace(about=about)
+        except Exception as error:  # no permission to trace the device
+            session.failed(about, error)
 
 
 def _product_calls(data: Data, make_cast: Callable[[bool], Cast]) -> list[Call]:
@@ -184,7 +207,9 @@ def _figures(
         figures["speedup"] = timings["bf16"].median / seconds
     flops, ceilings = linear_flops(*shape), session.ceilings
     recipe, library = prepared.about["recipe"], prepared.about["library"]
-    kind = "bf16" if library == "torch" and not name.startswith("gemms") else _kind(name if library == "torch" else recipe)
+    kind = (
+        "bf16" if library == "torch" and not name.startswith("gemms") else _kind(name if library == "torch" else recipe)
+    )
     peak = ceilings.of_products(kind)
     moved = linear_bytes(*shape, operand_bytes=2 if kind == "bf16" else 1)
     figures |= {"flops": flops, "per_s": flops / seconds, "of_peak": None if peak is None else flops / seconds / peak}

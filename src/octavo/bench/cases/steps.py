@@ -1,0 +1,99 @@
+"""Whole training steps: wall time, peak memory and rate of each variant of each model, one alone on the device."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from octavo.bench.models import CASES, ModelCase
+from octavo.bench.record import Row
+from octavo.bench.session import Session
+from octavo.bench.timing import WALL, timed_steps
+from octavo.bench.training import prepare_training
+from octavo.bench.variants import ON_CPU, ON_GPU, QUICK, Variant, parse_variant, variant_reason
+
+# About what a variant takes on an H200 before its first measured step: building, and compiling.
+_EAGER_SECONDS, _COMPILED_SECONDS = 8.0, 30.0
+
+
+def chosen_variants(session: Session) -> list[Variant]:
+    """What the settings name, or what suits the device."""
+    usual = (QUICK if session.settings.quick else ON_GPU) if session.on_gpu else ON_CPU
+    return [parse_variant(key) for key in session.settings.variants or usual]
+
+
+def measure_steps(session: Session) -> None:
+    """Rows `step`: every variant of every model; BF16 once more at the end, so that drift shows."""
+    variants = chosen_variants(session)
+    models = session.settings.models
+    for place, key in enumerate(models):
+        session.deadline.begin(1.0, [1.0] * (len(models) - place - 1))
+        try:
+            measure_model(session, CASES[key], variants)
+        finally:
+            session.deadline.end()
+
+
+def measure_model(session: Session, case: ModelCase, variants: list[Variant]) -> None:
+    """The variants of one model, one after another, each freed before the next is built."""
+    samples = case.batch if session.on_gpu else case.small_batch
+    for variant in variants:
+        measure_variant(session, case, variant, samples)
+    references = [variant for variant in variants if variant.library == "torch" and not variant.graph]
+    if len(variants) > len(references) > 0:
+        measure_variant(session, case, references[-1], samples, repeat=True)
+
+
+def measure_variant(
+    session: Session, case: ModelCase, variant: Variant, samples: int, *, repeat: bool = False, kind: str = "step"
+) -> None:
+    """One row, measured or with the reason why not."""
+    about: Row = {"kind": kind, "model": case.key, "rival": variant.key, "library": variant.library}
+    about |= {"recipe": variant.recipe, "compiled": variant.compiled, "graph": variant.graph}
+    about |= {"batch": samples, "repeat": repeat, "method": WALL}
+    reason = case.reason() or variant_reason(variant, session.device)
+    if reason is not None:
+        session.skipped(about, reason)
+        return
+    needed = (_COMPILED_SECONDS if variant.compiled else _EAGER_SECONDS) if session.on_gpu else 0.0
+    if session.fits(about, needed):
+        with session.recorded_if_failed(about):
+            session.measured(about, step_figures(session, case, variant, samples))
+
+
+def step_figures(session: Session, case: ModelCase, variant: Variant, samples: int) -> Row:
+    """Train a fresh model for a few steps -> time, rate, memory."""
+    torch._dynamo.reset()
+    session.release()
+    small = not session.on_gpu
+    start = time.perf_counter()
+    if session.on_gpu:
+        torch.cuda.reset_peak_memory_stats(session.device)
+    training = prepare_training(
+        case, variant, small=small, samples=samples, device=session.device, seed=session.settings.seed
+    )
+    warm_up, count = (3, 6) if session.settings.quick or small else (6, 12)
+    for _ in range(warm_up):
+        training.step()
+    session.synchronise()
+    warm_s = time.perf_counter() - start
+    # A replay allocates nothing: what a graph holds was allocated when it was captured, and counts from then on.
+    if session.on_gpu and not variant.graph:
+        torch.cuda.reset_peak_memory_stats(session.device)
+    timing = timed_steps(training.step, count, session.synchronise)
+    sizes = case.small if small else case.sizes
+    things = samples * case.per_sample(sizes)
+    figures = timing.row() | {"per_s": things / timing.median, "unit": case.unit, "warm_s": round(warm_s, 2)}
+    figures |= {"converted": training.layers, "parameters": training.parameters, "loss": float(training.loss())}
+    return figures | memory_figures(session)
+
+
+def memory_figures(session: Session) -> Row:
+    """Peaks since the last reset: what tensors took, and what the allocator held for them."""
+    if not session.on_gpu:
+        return {"peak_gib": None, "reserved_gib": None}
+    return {
+        "peak_gib": round(torch.cuda.max_memory_allocated(session.device) / 2**30, 3),
+        "reserved_gib": round(torch.cuda.max_memory_reserved(session.device) / 2**30, 3),
+    }

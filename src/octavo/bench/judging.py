@@ -1,0 +1,251 @@
+"""Rules by which a target is judged from the rows of a record, and only from those of one run and one method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+Row = dict[str, Any]
+PASS, MISS, NOT_MEASURED, REPORTED = "pass", "miss", "not measured", "reported"
+
+
+class Verdict(NamedTuple):
+    """What was measured, in words, the verdict, and what a reader must know beside it."""
+
+    measured: str
+    verdict: str
+    reason: str
+
+
+class Rule(Protocol):
+    """Judges a record."""
+
+    def __call__(self, rows: Sequence[Row]) -> Verdict:
+        """The verdict, from the rows of one record."""
+        ...
+
+
+def _not_measured(reason: str) -> Verdict:
+    return Verdict("", NOT_MEASURED, reason)
+
+
+def _verdict(passed: bool) -> str:
+    return PASS if passed else MISS
+
+
+def _find(rows: Sequence[Row], kind: str, **fields: Any) -> Row | None:
+    """The first measured row with these fields, or else the first one that says why it was not measured."""
+    found = [row for row in rows if row["kind"] == kind and all(row.get(key) == value for key, value in fields.items())]
+    return next((row for row in found if row["status"] == "measured"), found[0] if found else None)
+
+
+def _lack(row: Row | None, name: str) -> str | None:
+    """Why a row has no figure; None if it has."""
+    if row is None:
+        return f"{name} was not asked for in this run"
+    return None if row["status"] == "measured" else f"{name}: {row['reason']}"
+
+
+@dataclass(frozen=True)
+class CastRate:
+    """A cast of one shape runs at `least` of the rate of copying."""
+
+    name: str
+    shape: tuple[int, int]
+    least: float
+
+    def __call__(self, rows: Sequence[Row]) -> Verdict:
+        """Against the ceiling of copying in the same run."""
+        row = _find(rows, "cast", name=self.name, shape=list(self.shape))
+        if (lack := _lack(row, "the cast")) is not None or row is None:
+            return _not_measured(lack or "")
+        share = row["of_copy"]
+        if share is None:
+            return _not_measured("the rate of copying was not measured")
+        others = [
+            other["of_copy"] for other in rows
+            if other["kind"] == "cast" and other.get("name") == self.name and other.get("of_copy")
+        ]  # fmt: skip
+        words = f"{100 * share:.1f} % of copy ({row['per_s'] / 1e12:.2f} TB/s)"
+        reason = f"over all shapes {100 * min(others):.0f} to {100 * max(others):.0f} %"
+        return Verdict(words, _verdict(share >= self.least), reason)
+
+
+@dataclass(frozen=True)
+class LinearTime:
+    """A Linear takes no longer than its products alone and its casts at 1 / 1.12 of copy's rate."""
+
+    rival: str
+    shape: tuple[int, int, int]
+
+    def __call__(self, rows: Sequence[Row]) -> Verdict:
+        """Against `target_ms`, which its row has from the same run."""
+        row = _find(rows, "linear", rival=self.rival, shape=list(self.shape))
+        if (lack := _lack(row, self.rival)) is not None or row is None:
+            return _not_measured(lack or "")
+        target = row.get("target_ms")
+        if target is None:
+            return _not_measured("the products alone or the rate of copying were not measured")
+        words = f"{row['ms']:.4g} ms, {row['ms'] / target:.3f} of the {target:.4g} ms asked"
+        return Verdict(words, _verdict(row["ms"] <= target), f"{row.get('speedup') or 0:.2f}x BF16")
+
+
+@dataclass(frozen=True)
+class BeatsPeer:
+    """A Linear is faster than a peer's, by a margin."""
+
+    rival: str
+    peer: str
+    shape: tuple[int, int, int]
+    margin: float = 0.0
+
+    def __call__(self, rows: Sequence[Row]) -> Verdict:
+        """Two figures of one method; for a peer measured by its kernels the rival has such a row too."""
+        peer = _find(rows, "linear", rival=self.peer, shape=list(self.shape))
+        if (lack := _lack(peer, self.peer)) is not None or peer is None:
+            return _not_measured(lack or "")
+        for key in (self.rival, f"{self.rival}-kernels"):
+            own = _find(rows, "linear", rival=key, shape=list(self.shape))
+            if own is not None and own["status"] == "measured" and own["method"] == peer["method"]:
+                speed = peer["ms"] / own["ms"]
+                words = f"{speed:.3f}x its speed ({own['ms']:.4g} against {peer['ms']:.4g} ms)"
+                passed = speed > 1 if self.margin == 0 else speed >= 1 + self.margin
+                return Verdict(words, _verdict(passed), f"by {peer['method']}")
+        own = _find(rows, "linear", rival=self.rival, shape=list(self.shape))
+        return _not_measured(_lack(own, self.rival) or f"{self.rival} and {self.peer} were measured by two methods")
+
+
+@dataclass(frozen=True)
+class HostRatio:
+    """Forward and backward cost the host at most `most` times what nn.Linear costs it."""
+
+    rival: str
+    most: float
+
+    def __call__(self, rows: Sequence[Row]) -> Verdict:
+        """Against bf16 of the same run; the peers' ratios are named."""
+        both = {"pass": "forward+backward"}
+        row = _find(rows, "host", rival=self.rival, **both) or _find(rows, "host", rival=self.rival)
+        if (lack := _lack(row, self.rival)) is not None or row is None:
+            return _not_measured(lack or "")
+        if row["ratio"] is None:
+            return _not_measured("bf16 was not measured beside it")
+        peers = [
+            f"{other['rival']} {other['ratio']:.1f}x" for other in rows
+            if other["kind"] == "host" and other.get("library") in ("te", "torchao")
+            and other.get("pass") == "forward+backward" and other.get("ratio")
+        ]  # fmt: skip
+        words = f"{row['ratio']:.2f}x nn.Linear ({row['us']:.0f} µs)"
+        return Verdict(words, _verdict(row["ratio"] <= self.most), ", ".join(peers))
+
+
+def _steps(rows: Sequence[Row], model: str) -> list[Row]:
+    return [row for row in rows if row["kind"] == "step" and row.get("model") == model and row["status"] == "measured"]
+
+
+def fastest_octavo(rows: Sequence[Row], model: str) -> Row | None:
+    """The measured step of Octavo's that takes the least time."""
+    own = [row for row in _steps(rows, model) if row["library"] == "octavo"]
+    return min(own, key=lambda row: float(row["ms"])) if own else None
+
+
+@dataclass(frozen=True)
+class StepSpeed:
+    """Octavo's fastest variant is `least` times as fast as a reference."""
+
+    model: str
+    reference: str
+    least: float
+
+    def __call__(self, rows: Sequence[Row]) -> Verdict:
+        """Against the fastest measurement of the reference in the same run."""
+        own = fastest_octavo(rows, self.model)
+        references = [row for row in _steps(rows, self.model) if row["rival"] == self.reference]
+        if own is None or not references:
+            lacking = "Octavo" if own is None else self.reference
+            said = _find(rows, "step", model=self.model, rival=self.reference) if own is not None else None
+            return _not_measured(_lack(said, lacking) or f"{lacking} was not measured")
+        best = min(references, key=lambda row: float(row["ms"]))
+        speed = best["ms"] / own["ms"]
+        words = f"{speed:.3f}x ({own['ms']:.1f} against {best['ms']:.1f} ms)"
+        peers = [
+            f"{row['rival']} {best['ms'] / row['ms']:.2f}x" for row in _steps(rows, self.model)
+            if row["library"] in ("te", "torchao")
+        ]  # fmt: skip
+        return Verdict(words, _verdict(speed >= self.least), "; ".join([own["rival"], *peers]))
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The variant that is judged by its speed needs at most `most` of BF16's peak memory."""
+
+    model: str
+    reference: str
+    most: float
+
+    def __call__(self, rows: Sequence[Row]) -> Verdict:
+        """Of the same variant as `StepSpeed`, each model alone on the device."""
+        own = fastest_octavo(rows, self.model)
+        reference = next((row for row in _steps(rows, self.model) if row["rival"] == self.reference), None)
+        if own is None or reference is None:
+            return _not_measured(f"{'Octavo' if own is None else self.reference} was not measured")
+        if not own.get("peak_gib") or not reference.get("peak_gib"):
+            return _not_measured("no peak memory on this device")
+        share = own["peak_gib"] / reference["peak_gib"]
+        words = f"{share:.3f} ({own['peak_gib']:.2f} of {reference['peak_gib']:.2f} GiB)"
+        least = min(
+            (row for row in _steps(rows, self.model) if row["library"] == "octavo" and row.get("peak_gib")),
+            key=lambda row: float(row["peak_gib"]),
+        )
+        return Verdict(
+            words, _verdict(share <= self.most), f"{own['rival']}; least {least['rival']} {least['peak_gib']:.2f}"
+        )
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """Compiling Octavo's variants takes at most `most` times what compiling BF16 takes."""
+
+    model: str
+    most: float
+
+    def __call__(self, rows: Sequence[Row]) -> Verdict:
+        """The first steps, compilation included, of the slowest of Octavo's compiled variants."""
+        compiled = [row for row in _steps(rows, self.model) if row["rival"].endswith("-compiled") and not row["repeat"]]
+        reference = next((row for row in compiled if row["library"] == "torch"), None)
+        own = [row for row in compiled if row["library"] == "octavo"]
+        if reference is None or not own:
+            return _not_measured("bf16-compiled and a compiled variant of Octavo's were not both measured")
+        worst = max(own, key=lambda row: float(row["warm_s"]))
+        ratio = worst["warm_s"] / reference["warm_s"]
+        words = f"{ratio:.2f}x ({worst['warm_s']:.1f} against {reference['warm_s']:.1f} s)"
+        return Verdict(words, _verdict(ratio <= self.most), f"{worst['rival']}; what the compiler keeps on disk counts")
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """How many samples a step takes in a limit of memory: told, not judged."""
+
+    def __call__(self, rows: Sequence[Row]) -> Verdict:
+        """Octavo's beside BF16's."""
+        found = [row for row in rows if row["kind"] == "batch_limit"]
+        measured = [row for row in found if row["status"] == "measured"]
+        if not measured:
+            return _not_measured(found[0]["reason"] if found else "the section article was not asked for in this run")
+        words = [
+            f"{row['rival']} {row['batch']} in {row['limit_gib']:g} GiB, {row['per_s']:.0f} {row['unit']}"
+            for row in measured
+        ]
+        return Verdict("; ".join(words), REPORTED, "")
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A target that this command does not measure, and why."""
+
+    reason: str
+
+    def __call__(self, rows: Sequence[Row]) -> Verdict:
+        """Never measured here."""
+        return _not_measured(self.reason)

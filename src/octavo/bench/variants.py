@@ -1,0 +1,144 @@
+"""Ways to train a model: a library, its recipe, and how the step is launched; named as in "octavo-delayed-compiled"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from octavo.bench.peers import (
+    TE_RECIPES,
+    TORCHAO_RECIPES,
+    Context,
+    convert_for_torchao,
+    peer_reason,
+    swap_for_te,
+    te_context,
+    te_recipe,
+)
+from octavo.bench.rivals import octavo_recipes
+from octavo.conversion import convert
+from octavo.runtime import update_scales
+
+# Which layers stay as they are in every library: the model's head.
+HEAD = r"(^|\.)(lm_)?head$"
+COMPILED = {"": "", "compiled": "blocks", "whole": "whole"}
+GRAPHS = ("graphed", "captured")
+# What converts is what gains, so the largest share of a time limit goes to it; each name once, in this order.
+ON_GPU = (
+    "bf16",
+    "bf16-compiled",
+    "octavo-delayed-compiled",
+    "octavo-delayed",
+    "octavo-current-compiled",
+    "te-delayed",
+    "torchao-tensorwise-compiled",
+    "octavo-delayed-compiled-captured",
+    "octavo-current",
+    "octavo-rowwise-compiled",
+    "te-current",
+    "torchao-rowwise-compiled",
+    "octavo-delayed-graphed",
+    "bf16-graphed",
+    "octavo-block-compiled",
+    "octavo-rowwise",
+    "octavo-block",
+    "te-block",
+    "bf16-compiled-captured",
+)
+QUICK = ON_GPU[:7]
+ON_CPU = ("bf16", "octavo-delayed", "octavo-current", "octavo-rowwise")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a model is trained.
+
+    Attributes:
+        key: its name.
+        library: "torch", "octavo", "te" or "torchao".
+        recipe: of the library; "" for none.
+        compiled: "" for no compiler, "blocks" for one region a block, "whole" for the whole model.
+        graph: "" for none; "graphed" for forward and backward, "captured" for the whole step in one CUDA graph.
+    """
+
+    key: str
+    library: str
+    recipe: str = ""
+    compiled: str = ""
+    graph: str = ""
+
+
+def parse_variant(key: str) -> Variant:
+    """The variant of that name. Raises ValueError that says what a name is made of."""
+    first, *rest = key.split("-")
+    variant = Variant(key, "torch" if first == "bf16" else first)
+    if rest and rest[-1] in GRAPHS:
+        variant = replace(variant, graph=rest.pop())
+    if rest and rest[-1] in COMPILED:
+        variant = replace(variant, compiled=COMPILED[rest.pop()])
+    known = {"torch": ("",), "octavo": RECIPES, "te": tuple(TE_RECIPES), "torchao": TORCHAO_RECIPES}
+    recipe = "-".join(rest)
+    if variant.library not in known or (first == "torch") or recipe not in known[variant.library]:
+        raise ValueError(
+            f"--variants names {key!r}, which is unknown: write bf16, octavo-RECIPE ({', '.join(RECIPES)}),"
+            f" te-RECIPE ({', '.join(TE_RECIPES)}) or torchao-RECIPE ({', '.join(TORCHAO_RECIPES)}), then -compiled or"
+            " -whole if it is, then -graphed or -captured if it is"
+        )
+    return replace(variant, recipe=recipe)
+
+
+RECIPES = ("delayed", "current", "rowwise", "block")
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a variant made of a model.
+
+    Attributes:
+        layers: how many run in FP8.
+        context: what surrounds the forward.
+        after_step: follows the optimizer's step.
+    """
+
+    layers: int
+    context: Context = nullcontext
+    after_step: Callable[[], None] = lambda: None
+
+
+def variant_reason(variant: Variant, device: torch.device) -> str | None:
+    """Why a variant is not measured here, or None."""
+    if variant.library in ("te", "torchao"):
+        return peer_reason(variant.library, device)
+    if variant.library == "octavo" and variant.recipe not in octavo_recipes():
+        return f"this version has no recipe {variant.recipe}"
+    if variant.graph and device.type != "cuda":
+        return "CUDA graphs need a GPU"
+    return None
+
+
+def apply_variant(variant: Variant, model: nn.Module) -> Converted:
+    """Convert a model in place, as the variant's library does; its head stays as it is.
+
+    Raises:
+        ValueError: the library converts nothing of this model.
+    """
+    if variant.library == "torch":
+        return Converted(0)
+    if variant.library == "octavo":
+        recipe = octavo_recipes()[variant.recipe]
+        report = convert(model, recipe, exclude=[HEAD])
+        after = (lambda: update_scales(model)) if recipe.delayed is not None else (lambda: None)
+        return _counted(Converted(len(report.converted), after_step=after), variant)
+    if variant.library == "te":
+        return _counted(Converted(swap_for_te(model), te_context(te_recipe(variant.recipe))), variant)
+    return _counted(Converted(convert_for_torchao(model, variant.recipe)), variant)
+
+
+def _counted(converted: Converted, variant: Variant) -> Converted:
+    if not converted.layers:
+        raise ValueError(f"{variant.library} converts no layer of this model: it would be measured in bf16")
+    return converted

@@ -1,0 +1,168 @@
+"""`octavo bench`: what Octavo costs and gains in time and memory, beside bf16 and every peer that can be imported."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from octavo.bench import MODELS, SECTIONS, BenchSettings, joined_records, run_bench, with_targets
+from octavo.cli.console import parse_duration
+from octavo.report.bench_page import build_bench
+from octavo.report.bench_terminal import bench_summary
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+OnlyOption = Annotated[
+    str | None,
+    typer.Option(help=f"Sections, by comma: {', '.join(SECTIONS)}. Default: all but article, which takes minutes."),
+]
+ModelsOption = Annotated[str | None, typer.Option(help=f"Models of the steps, by comma: {', '.join(MODELS)}.")]
+VariantsOption = Annotated[
+    str | None,
+    typer.Option(help="Variants of the steps, by comma: bf16-compiled, octavo-delayed, te-current … Default: all."),
+]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer shapes, rounds and steps.")]
+TimeLimitOption = Annotated[
+    str | None, typer.Option(help="What does not fit is left out, and said: 90s, 8m.", metavar="DURATION")
+]
+OutOption = Annotated[Path | None, typer.Option(help="Folder of the record and the page. Default: runs/<date>-bench.")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: the GPU if there is one.")]
+SeedOption = Annotated[int, typer.Option(help="Of data and models.")]
+MemoryOption = Annotated[float, typer.Option(help="GiB of the article's largest batch.")]
+CommitOption = Annotated[str | None, typer.Option(help="For the record, where git does not know it.")]
+FromOption = Annotated[
+    list[Path] | None,
+    typer.Option("--from", help="Measure nothing: tables and page of this record.jsonl (again for several)."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")]
+
+
+def bench(
+    only: OnlyOption = None,
+    models: ModelsOption = None,
+    variants: VariantsOption = None,
+    quick: QuickOption = False,
+    time_limit: TimeLimitOption = None,
+    out: OutOption = None,
+    device: DeviceOption = None,
+    seed: SeedOption = 0,
+    memory_limit: MemoryOption = 20.0,
+    commit: CommitOption = None,
+    records: FromOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure casts, one Linear, host time and whole training steps, beside bf16 and the peers that are installed.
+
+    Examples:
+
+    [bold]octavo bench --time-limit 8m[/bold] — on a GPU; on a CPU a small form that shows that everything runs
+
+    [bold]octavo bench --only steps --models vit --variants bf16-compiled,octavo-delayed-compiled[/bold]
+
+    [bold]octavo bench --from runs/a/record.jsonl --out runs/page[/bold] — tables and page again, without measuring
+
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted (what was measured is kept).
+    """
+    errors = Console(stderr=True)
+    folder = out or Path("runs") / f"{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M%S}-bench"
+    try:
+        if records:
+            rows = joined_records(records)
+            folder.mkdir(parents=True, exist_ok=True)
+            finish(rows, folder, as_json, errors)
+            return
+        choices = {"only": parse_names(only), "models": parse_names(models), "variants": parse_names(variants)}
+        settings = BenchSettings(
+            out=folder,
+            quick=quick,
+            time_limit_s=None if time_limit is None else parse_duration(time_limit),
+            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            seed=seed,
+            memory_limit_gib=memory_limit,
+            commit=commit,
+            **{name: names for name, names in choices.items() if names is not None},
+        )
+    except (ValueError, OSError) as error:
+        complain(errors, error)
+        raise typer.Exit(USAGE) from error
+    execute(settings, as_json, errors)
+
+
+def parse_names(text: str | None) -> tuple[str, ...] | None:
+    """The names of `a,b`; None for none."""
+    return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def complain(errors: Console, error: Exception) -> None:
+    """One red line on stderr."""
+    errors.print(f"octavo bench: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+
+
+def execute(settings: BenchSettings, as_json: bool, errors: Console) -> None:
+    """Measure, show, and turn what happens into an exit code."""
+    status = errors.status("octavo bench") if errors.is_terminal else contextlib.nullcontext()
+
+    def watch(row: dict[str, Any]) -> None:
+        if line := said_of(row):
+            errors.print(f"octavo bench: {line}", highlight=False, soft_wrap=True, markup=False)
+
+    try:
+        with status:
+            rows = run_bench(settings, command=["octavo", *sys.argv[1:]], watch=watch)
+    except KeyboardInterrupt as error:
+        message = f"octavo bench: interrupted; what was measured is in {settings.record_path}"
+        errors.print(message, soft_wrap=True, markup=False)
+        raise typer.Exit(INTERRUPTED) from error
+    except (ValueError, OSError) as error:
+        complain(errors, error)
+        raise typer.Exit(FAILED) from error
+    finish(rows, settings.out, as_json, errors)
+    if any(row["kind"] == "section" and row["status"] == "failed" for row in rows):
+        raise typer.Exit(FAILED)
+
+
+def finish(rows: list[dict[str, Any]], folder: Path, as_json: bool, errors: Console) -> None:
+    """The page, if its libraries are here, and the tables or the JSON."""
+    rows = with_targets(rows)
+    page = folder / "report.html"
+    try:
+        build_bench(rows, page)
+    except ModuleNotFoundError as error:
+        errors.print(
+            f"octavo bench: no page: {error}. The record has everything: octavo bench --from record.jsonl makes it",
+            soft_wrap=True, highlight=False, markup=False,
+        )  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1, allow_nan=False))
+        return
+    with contextlib.suppress(BrokenPipeError):
+        Console().print(bench_summary(rows))
+    for name, path in (("page", page), ("record", folder / "record.jsonl")):
+        if path.exists():
+            typer.echo(f"{name}: {path}")
+
+
+def said_of(row: dict[str, Any]) -> str:
+    """A line about a row that has just been measured; empty for those of no interest."""
+    kind, status = row["kind"], row.get("status")
+    if kind == "section":
+        return f"{row['name']} {status} in {row['seconds']:.1f} s" + (f": {row['reason']}" if row["reason"] else "")
+    if kind not in ("ceiling", "cast", "linear", "host", "step", "article_step", "batch_limit"):
+        return ""
+    shape = " x ".join(str(extent) for extent in row.get("shape", ()))
+    name = row.get("rival") or row.get("name")
+    about = " ".join(str(part) for part in (kind, row.get("model"), shape, name, row.get("pass")) if part)
+    if status != "measured":
+        return f"{about} {status}: {row['reason']}"
+    figures = [
+        f"{row[key]:.4g} {unit}" for key, unit in (("ms", "ms"), ("us", "us"), ("peak_gib", "GiB")) if row.get(key)
+    ]
+    return f"{about}: {', '.join(figures)}"

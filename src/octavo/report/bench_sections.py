@@ -1,0 +1,166 @@
+"""The sections of a bench's page, and what is said in words."""
+
+from __future__ import annotations
+
+import shlex
+
+from octavo.report import bench_charts, bench_tables
+from octavo.report.bench_rivals import grouped, model_name
+from octavo.report.headline import BAD, GOOD, PLAIN, WITHOUT, Sentence, Tile
+from octavo.report.record import Record, number, text
+from octavo.report.sections import Section
+from octavo.report.tables import Cell, Column, Table
+from octavo.report.wording import duration, optional
+
+TERMS = [
+    ("Amax", "The largest absolute value of a tensor. The scale of its cast follows from it."),
+    ("Ceiling", "The largest rate that the same device reached in the same run, in a plain copy or product."),
+    ("Copy", "Reading a tensor and writing it elsewhere: what a cast at the speed of memory would cost."),
+    ("Current, delayed scaling", "The scale is measured before each cast, or known from the steps before."),
+    ("Device time", "How long the GPU works, measured by replaying a CUDA graph, so that the host does not count."),
+    ("Dgrad, wgrad", "The products of the backward: the gradient of the input and that of the weight."),
+    ("Emulated", "Computed with the same 8-bit values on a device without FP8 units. The time says nothing of FP8."),
+    ("Graphed, captured", "Launched from a CUDA graph: forward and backward, or the whole step."),
+    ("Host time", "How long the processor takes to launch the work. It decides where layers are small."),
+    ("Peer", "Another library's FP8, measured in the same run: Transformer Engine (TE) or torchao."),
+    ("p10 – p90", "Eight of ten samples lie in between. The median is what is compared."),
+    ("Row-wise, block scaling", "One scale a row, or a block of 128 values or 128 by 128 values."),
+    ("Weight cached", "The weight's codes are those of the micro-batch before: it is cast once a step."),
+]
+
+
+def emulated_words(record: Record) -> str:
+    """What a reader must know of figures taken where FP8 is emulated; empty elsewhere."""
+    if record.last("run").get("native_fp8") is not False:
+        return ""
+    device = text(record.last("run"), "device_name") or "This device"
+    return (
+        f"{device} has no FP8 units: small shapes, wall time, FP8 emulated. The figures show that everything runs;"
+        " none says how fast FP8 is."
+    )
+
+
+def verdict_words(record: Record) -> str:
+    """How many targets passed, in one sentence."""
+    count = dict.fromkeys(("pass", "miss", "reported"), 0)
+    others = 0
+    for row in record.all("target"):
+        verdict = text(row, "verdict")
+        if verdict in count:
+            count[verdict] += 1
+        else:
+            others += 1
+    return f"Targets: {count['pass']} passed, {count['miss']} missed, {others} not measured here."
+
+
+def sentences(record: Record) -> list[Sentence]:
+    """The answer: the targets in a sentence, then each one that was missed."""
+    targets = record.all("target")
+    missed = [row for row in targets if text(row, "verdict") == "miss"]
+    passed = [row for row in targets if text(row, "verdict") == "pass"]
+    if not passed and not missed:
+        return [Sentence("No target was measured in this run.", WITHOUT)]
+    found = [Sentence(verdict_words(record), BAD if missed else GOOD)]
+    for row in missed:
+        found.append(Sentence(f"{text(row, 'what')}: {text(row, 'measured')}, asked was {text(row, 'target')}.", BAD))
+    return found
+
+
+def tiles(record: Record) -> list[Tile]:
+    """Passed, missed, and how long the run took."""
+    targets = record.all("target")
+    if not targets:
+        return []
+    passed = sum(text(row, "verdict") == "pass" for row in targets)
+    missed = sum(text(row, "verdict") == "miss" for row in targets)
+    seconds = sum(number(row, "seconds") or 0.0 for row in record.all("section"))
+    return [
+        Tile(str(passed), "targets passed", GOOD if passed else PLAIN),
+        Tile(str(missed), "targets missed", BAD if missed else GOOD),
+        Tile(duration(seconds), "measuring", PLAIN),
+    ]
+
+
+def machine_table(record: Record) -> Table:
+    """Hardware, versions and the habits of measuring."""
+    run = record.last("run")
+    command, protocol, driver = run.get("command"), run.get("protocol"), run.get("driver")
+    names = {
+        "device_name": "Device",
+        "device_memory_gib": "Memory, GiB",
+        "octavo_version": "Octavo",
+        "torch": "PyTorch",
+        "cuda": "CUDA of PyTorch",
+        "triton": "Triton",
+        "transformer_engine": "Transformer Engine",
+        "torchao": "torchao",
+        "timm": "timm",
+        "transformers": "transformers",
+        "python": "Python",
+        "git_commit": "Commit",
+        "date": "Date (UTC)",
+        "seed": "Seed",
+    }
+    entries = [(label, text(run, key)) for key, label in names.items()]
+    if isinstance(driver, dict):
+        entries.append(("Driver", ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in driver.items())))
+    entries.append(("Time limit", optional(number(run, "time_limit_s"), duration)))
+    if isinstance(command, list):
+        entries.append(("Command", shlex.join(str(part) for part in command)))
+    if isinstance(protocol, dict):
+        entries += [(f"How: {key.replace('_', ' ')}", str(value)) for key, value in protocol.items()]
+    rows = [[Cell(name), Cell(value)] for name, value in entries if value and value != "\u2014"]
+    return Table("Machine, versions, method", [Column("", numeric=False), Column("", numeric=False)], rows)
+
+
+def sections_table(record: Record) -> Table:
+    """The sections of the run, and the time each took."""
+    rows = []
+    for row in record.all("section"):
+        status = text(row, "status")
+        cells = [Cell(text(row, "name")), Cell(optional(number(row, "seconds"), duration))]
+        rows.append([*cells, Cell(status, "" if status == "done" else "bad"), Cell(text(row, "reason"))])
+    columns = [Column("Section", numeric=False), Column("Time"), Column("Status", numeric=False)]
+    return Table("Sections", [*columns, Column("Note", numeric=False)], rows)
+
+
+def _section(name: str, title: str, lead: str, charts: list[object], tables: list[Table], absent: str) -> Section:
+    drawn = [chart for chart in charts if chart is not None]
+    filled = [table for table in tables if table.rows]
+    return Section(name, title, lead, drawn, filled, "" if drawn or filled else absent)  # type: ignore[arg-type]
+
+
+def bench_sections(record: Record) -> list[Section]:
+    """Every section, the targets first and the machine last."""
+    linears = [bench_tables.linear_table(record, shape) for shape in grouped(record.all("linear"))]
+    steps = _steps(record, "step")
+    absent = "The record has no rows of this: the section was not asked for, or the time limit left it out."
+    return [
+        _section("targets", "Targets", "Each within one run, by one method.", [],
+                 [bench_tables.targets_table(record)], "The record has no targets."),
+        _section("ceilings", "Ceilings", "What the device reaches in this run.", [],
+                 [bench_tables.ceilings_table(record)], absent),
+        _section("casts", "Casts", "Codes in both layouts, beside a copy of the same matrix.",
+                 [bench_charts.casts_chart(record)], [bench_tables.casts_table(record)], absent),
+        _section("linear", "One Linear", "Device time of forward and backward, without a bias.",
+                 [bench_charts.linear_chart(record)], linears, absent),
+        _section("host", "Host time", "What a call costs the processor.",
+                 [bench_charts.host_chart(record)], [bench_tables.host_table(record)], absent),
+        _section("steps", "Training steps", "Forward, backward and AdamW of whole models, under autocast to BF16.",
+                 [bench_charts.steps_chart(record)], steps, absent),
+        _section("article", "A larger batch in the same memory", "ViT-Huge, as in the article that inspired it.", [],
+                 [*_steps(record, "article_step"), bench_tables.batch_table(record)],
+                 "This comparison takes minutes of its own: --only article."),
+        _section("run", "What ran, and where", "", [], [sections_table(record), machine_table(record)],
+                 "The record says nothing about the machine."),
+    ]  # fmt: skip
+
+
+def _steps(record: Record, kind: str) -> list[Table]:
+    """A table for each model."""
+    models = grouped(record.all(kind), by="model")
+    return [_named(bench_tables.steps_table(record, model, kind), model_name(model)) for model in models]
+
+
+def _named(table: Table, caption: str) -> Table:
+    return Table(caption, table.columns, table.rows, table.notes)

@@ -1,0 +1,270 @@
+"""The tables of a bench: targets, ceilings, casts, Linears, host time, steps. Page and terminal show the same."""
+
+from __future__ import annotations
+
+from octavo.report.bench_rivals import best_peer, grouped, look, measured, shape_name
+from octavo.report.record import Record, Row, number, text
+from octavo.report.tables import Cell, Column, Table
+from octavo.report.wording import ABSENT, SPACE, decimals, optional, percent, rate, ratio, significant
+
+VERDICT_TONES = {"pass": "good", "miss": "bad"}
+_CEILINGS = {
+    "copy": "copy, read and written",
+    "bf16": "products in BF16",
+    "fp8_tensor": "FP8 products, one scale a tensor",
+    "fp8_row": "FP8 products, one scale a row",
+    "fp8_block": "FP8 products, blocks of 1×128 and 128×128",
+}
+_OTHER_METHOD = "\u2020"
+
+
+def targets_table(record: Record) -> Table:
+    """Every target, what was measured, and the verdict."""
+    rows = []
+    for row in record.all("target"):
+        verdict = text(row, "verdict")
+        tone = VERDICT_TONES.get(verdict, "muted")
+        cells = [Cell(text(row, key) or ABSENT) for key in ("what", "target", "measured")]
+        rows.append([*cells, Cell(verdict, tone), Cell(text(row, "reason") or ABSENT, "muted")])
+    columns = [Column(title, numeric=False) for title in ("What", "Target", "Measured", "Verdict", "Why, how")]
+    return Table("Targets", columns, rows)
+
+
+def ceilings_table(record: Record) -> Table:
+    """The device's rates."""
+    rows = []
+    for row in record.all("ceiling"):
+        name = Cell(_CEILINGS.get(text(row, "name"), text(row, "name")))
+        shape = shape_name(row) if text(row, "name") != "copy" else f"{text(row, 'shape').strip('[]')} bytes"
+        value = number(row, "per_s")
+        shown = ABSENT if value is None else f"{significant(value / 1e12)}{SPACE}T{text(row, 'unit')}"
+        rows.append([name, Cell(shape), Cell(shown), Cell(_spread(row, "ms")), _note(row)])
+    columns = [Column("What", numeric=False), Column("Shape M × K × N"), Column("Rate"), *_TIMES, _NOTE]
+    return _without_empty(Table("Ceilings of the device", columns, rows))
+
+
+_TIMES = [Column("p10 – p90", "ms")]
+_NOTE = Column("Note", numeric=False)
+
+
+def casts_table(record: Record) -> Table:
+    """Casts against copying."""
+    rows = []
+    for shape, group in grouped(record.all("cast")).items():
+        for row in group:
+            own = look(text(row, "name")) if text(row, "name").startswith("copy") else None
+            rows.append(
+                [
+                    Cell(shape),
+                    Cell(own.label if own else text(row, "name").replace("rowwise", "row-wise")),
+                    Cell(_figure(row, "ms")),
+                    Cell(_spread(row, "ms")),
+                    Cell(optional(number(row, "per_s"), lambda value: significant(value / 1e12))),
+                    Cell(_share(row, "of_copy")),
+                    Cell(_share(row, "of_same_copy")),
+                    _note(row),
+                ]
+            )
+    columns = [
+        Column("Shape"),
+        Column("Cast", numeric=False),
+        Column("Time", "ms"),
+        *_TIMES,
+        Column("Rate", "TB/s"),
+        Column("Of copy"),
+        Column("Of a copy of this"),
+        _NOTE,
+    ]
+    note = "Bytes: 4 an element (2 read, 1 + 1 written), 6 where an amax is measured first. Both layouts, with amax."
+    return _without_empty(Table("Casts", columns, rows, [note]))
+
+
+def linear_table(record: Record, shape: str) -> Table:
+    """One Linear of one shape, forward and backward."""
+    group = grouped(record.all("linear")).get(shape, [])
+    reference = next((row for row in measured(group, "ms") if text(row, "rival") == "bf16"), None)
+    peer = best_peer(group, "ms")
+    rows = []
+    for row in group:
+        own, method = look(text(row, "rival")), text(row, "method")
+        other = reference is not None and method != text(reference, "method") and bool(method)
+        mark = f"{SPACE}{_OTHER_METHOD}" if other else ""
+        target = number(row, "target_ms")
+        value = number(row, "ms")
+        reached = "" if target is None or value is None else "good" if value <= target else "bad"
+        rows.append(
+            [
+                Cell(own.label, color=own.color),
+                Cell(_figure(row, "ms") + (mark if value is not None else "")),
+                Cell(_spread(row, "ms")),
+                Cell(optional(number(row, "speedup"), ratio)),
+                Cell(_against(row, peer, "ms")),
+                Cell(optional(target, lambda ms: significant(ms)), reached),
+                Cell(optional(number(row, "per_s"), lambda flops: decimals(flops / 1e12, 0))),
+                Cell(_share(row, "of_peak")),
+                _note(row),
+            ]
+        )
+    columns = [
+        Column("Linear", numeric=False),
+        Column("Device time", "ms"),
+        *_TIMES,
+        Column("Speed", "BF16 = 1"),
+        Column("Speed", "best peer = 1"),
+        Column("Target", "ms"),
+        Column("Rate", "TFLOP/s"),
+        Column("Of ceiling"),
+        _NOTE,
+    ]
+    notes = []
+    if any(_OTHER_METHOD in row[1].text for row in rows):
+        notes.append(
+            f"{_OTHER_METHOD} the sum of its kernels' times: it could not be captured. Gaps do not count there."
+        )
+    return _without_empty(Table(f"M × K × N = {shape}: forward and backward", columns, rows, notes))
+
+
+def host_table(record: Record) -> Table:
+    """Host time of a small Linear."""
+    groups = grouped(record.all("host"), by="pass")
+    by_pass = {which: {text(row, "rival"): row for row in group} for which, group in groups.items()}
+    rows = []
+    for rival in dict.fromkeys(text(row, "rival") for row in record.all("host")):
+        own = look(rival)
+        cells = [Cell(own.label, color=own.color)]
+        for which in ("forward", "forward+backward"):
+            row = by_pass.get(which, {}).get(rival, {})
+            cells += [Cell(_figure(row, "us")), Cell(optional(number(row, "ratio"), ratio))]
+        cells.append(_note(by_pass.get("", {}).get(rival, {})))
+        rows.append(cells)
+    columns = [
+        Column("Linear", numeric=False),
+        Column("Forward", "µs"),
+        Column("Forward", "BF16 = 1"),
+        Column("Forward and backward", "µs"),
+        Column("Forward and backward", "BF16 = 1"),
+        _NOTE,
+    ]
+    shape = next((shape_name(row) for row in record.all("host")), "")
+    return _without_empty(Table(f"Host time, M × K × N = {shape}", columns, rows))
+
+
+def steps_table(record: Record, model: str, kind: str = "step") -> Table:
+    """Whole training steps of one model."""
+    group = grouped(record.all(kind), by="model").get(model, [])
+    peer = best_peer(group, "ms")
+    reference = {mode: _figure_of(group, key, "ms") for mode, key in (("eager", "bf16"), ("compiled", "bf16-compiled"))}
+    rows = []
+    for row in group:
+        own = look(text(row, "rival"))
+        value = number(row, "ms")
+        compared = [
+            Cell(ABSENT if value is None or other is None else ratio(other / value)) for other in reference.values()
+        ]
+        layers = number(row, "converted")
+        rows.append(
+            [
+                Cell(own.label + (" (at the end)" if row.get("repeat") is True else ""), color=own.color),
+                Cell(text(row, "batch") or ABSENT),
+                Cell(_figure(row, "ms")),
+                Cell(_spread(row, "ms")),
+                *compared,
+                Cell(_against(row, peer, "ms")),
+                Cell(_rate(row)),
+                Cell(optional(number(row, "peak_gib"), lambda gib: decimals(gib, 2))),
+                Cell(optional(layers, lambda count: decimals(count, 0))),
+                Cell(optional(number(row, "warm_s"), lambda seconds: decimals(seconds, 1))),
+                _note(row),
+            ]
+        )
+    columns = [
+        Column("Step", numeric=False),
+        Column("Batch"),
+        Column("Time", "ms"),
+        *_TIMES,
+        Column("Speed", "BF16 = 1"),
+        Column("Speed", "BF16 compiled = 1"),
+        Column("Speed", "best peer = 1"),
+        Column("Rate"),
+        Column("Peak memory", "GiB"),
+        Column("FP8 layers"),
+        Column("Warm-up", "s"),
+        _NOTE,
+    ]
+    return _without_empty(Table(model, columns, rows))
+
+
+def batch_table(record: Record) -> Table:
+    """The largest batch under a limit of memory."""
+    rows = []
+    for row in record.all("batch_limit"):
+        own = look(text(row, "rival"))
+        rows.append(
+            [
+                Cell(own.label, color=own.color),
+                Cell(optional(number(row, "limit_gib"), significant)),
+                Cell(text(row, "batch") or ABSENT),
+                Cell(optional(number(row, "peak_gib"), lambda gib: decimals(gib, 2))),
+                Cell(_figure(row, "ms")),
+                Cell(_rate(row)),
+                _note(row),
+            ]
+        )
+    columns = [
+        Column("Step", numeric=False),
+        Column("Limit", "GiB"),
+        Column("Largest batch"),
+        Column("Peak memory", "GiB"),
+        Column("Time", "ms"),
+        Column("Rate"),
+        _NOTE,
+    ]
+    return _without_empty(Table("Largest batch in that memory", columns, rows))
+
+
+def _without_empty(table: Table) -> Table:
+    """The table without columns in which nothing stands; the note goes if there is none."""
+    kept = [
+        place
+        for place in range(len(table.columns))
+        if place == 0 or any(row[place].text not in ("", ABSENT) for row in table.rows)
+    ]
+    rows = [[row[place] for place in kept] for row in table.rows]
+    return Table(table.caption, [table.columns[place] for place in kept], rows, table.notes)
+
+
+def _figure(row: Row, key: str) -> str:
+    return optional(number(row, key), significant)
+
+
+def _figure_of(group: list[Row], rival: str, key: str) -> float | None:
+    return next((number(row, key) for row in measured(group, key) if text(row, "rival") == rival), None)
+
+
+def _spread(row: Row, unit: str) -> str:
+    low, high = number(row, f"{unit}_p10"), number(row, f"{unit}_p90")
+    return ABSENT if low is None or high is None else f"{significant(low)} – {significant(high)}"
+
+
+def _rate(row: Row) -> str:
+    """Samples or tokens a second."""
+    value = number(row, "per_s")
+    return ABSENT if value is None else f"{rate(value)}{SPACE}{text(row, 'unit')}"
+
+
+def _share(row: Row, key: str) -> str:
+    return optional(number(row, key), lambda share: percent(100 * share, 0, signed=False))
+
+
+def _against(row: Row, peer: Row | None, key: str) -> str:
+    """How fast a row is beside the best peer, or a dash; only figures of one method are compared."""
+    value, best = number(row, key), None if peer is None else number(peer, key)
+    if value is None or best is None or peer is None or text(row, "method") != text(peer, "method"):
+        return ABSENT
+    return ratio(best / value)
+
+
+def _note(row: Row) -> Cell:
+    """Why there is no figure."""
+    status, reason = text(row, "status"), text(row, "reason")
+    return Cell(f"{status}: {reason}" if reason else "", "bad" if status == "failed" else "muted")

@@ -81,11 +81,15 @@ def test_case_20_torch_autocast(recipe: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_torch_autocast_rounds_the_output_once(recipe: str) -> None:
-    """The bf16 output is the float32 one, rounded: emulation does not multiply in bf16 because autocast would."""
+    """The bf16 output is the float32 one, rounded: emulation does not multiply in bf16 because autocast would.
+
+    The input has the dtype of the context before it is cast, and so has the bias before it is added.
+    """
     layer, x, dy = octavo.Linear(64, 32), torch.randn(16, 64), torch.randn(16, 32).bfloat16()
     plain, other = layer, copy.deepcopy(layer)
+    plain.bias.data.copy_(plain.bias.bfloat16())
     with octavo.autocast(recipe=RECIPES[recipe]):
-        expected = plain(x)
+        expected = plain(x.bfloat16().float())
     with octavo.autocast(recipe=RECIPES[recipe]), torch.autocast("cpu", torch.bfloat16):
         y = other(x)
         y.backward(dy)

@@ -32,8 +32,8 @@ def used_scales(layer: octavo.Linear) -> dict[str, list[float]]:
     seen: dict[str, list[float]] = {name: [] for name in OPERANDS}
 
     def observer(operand, quantizer):
-        def watched(x: Tensor, rowwise: bool, columnwise: bool):
-            out = quantizer(x, rowwise, columnwise)
+        def watched(x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False):
+            out = quantizer(x, rowwise, columnwise, column_sum)
             seen[operand].append(float(out.scale if out.scale is not None else out.scale_t))
             return out
 

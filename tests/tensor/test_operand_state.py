@@ -8,11 +8,11 @@ import pickle
 import pytest
 import torch
 
-from octavo.tensor import OperandState
+from octavo.tensor import OperandState, operand_state
 
 
 def updated(state: OperandState, scale: float, history: list[float]) -> None:
-    state.adopt(torch.tensor(history), torch.tensor(scale), torch.tensor(1 / scale))
+    state.adopt(torch.tensor(history), torch.tensor(scale))
 
 
 def test_a_forward_scale_is_swapped_by_name() -> None:
@@ -21,9 +21,34 @@ def test_a_forward_scale_is_swapped_by_name() -> None:
     updated(state, 4.0, [0.0, 1.0])
     assert [t.item() for t in before] == [1.0, 1.0], "whoever read them keeps what was read"
     assert state.scale.item() == 4.0
+    assert state.multiplier.item() == 0.25
     state.rescale(2.0)
     assert state.scale.item() == 8.0
     assert before[0].item() == 1.0
+
+
+@pytest.mark.parametrize("late_bound", [False, True])
+def test_while_a_cuda_graph_is_captured_every_address_stays(late_bound: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay reads and writes the tensors it knows; outside of a capture a forward operand's are swapped."""
+    state = OperandState(late_bound=late_bound)
+    updated(state, 3.0, [0.0, 1.0])
+    before = state.scale, state.history, state.gathered
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert operand_state.stays_in_place()
+    updated(state, 4.0, [0.0, 2.0])
+    state.rescale(0.5)
+    assert (state.scale, state.history, state.gathered) == before
+    assert all(new is old for new, old in zip((state.scale, state.history, state.gathered), before, strict=True))
+    assert state.scale.item() == 2.0
+    assert state.history.tolist() == [0.0, 2.0]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert not operand_state.stays_in_place()
+    updated(state, 5.0, [0.0, 3.0])
+    assert (state.scale is before[0]) == late_bound
+    assert state.history is not before[1]
+    assert before[0].item() == (5.0 if late_bound else 2.0)
+    assert before[1].tolist() == [0.0, 2.0]
 
 
 def test_a_gradients_scale_is_written_in_place_past_the_version_counter() -> None:
@@ -68,7 +93,6 @@ def test_copies_are_equal_and_independent(copied) -> None:
     other = copied(state)
     assert {k: torch.equal(v, getattr(other, k)) for k, v in vars(state).items() if isinstance(v, torch.Tensor)} == {
         "scale": True,
-        "multiplier": True,
         "gathered": True,
         "history": True,
     }

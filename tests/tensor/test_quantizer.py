@@ -6,8 +6,18 @@ import pytest
 import torch
 
 import octavo
+from octavo.kernels import ScaleRule
 from octavo.scaling import ROW, TENSOR
-from octavo.tensor import CurrentQuantizer, DelayedQuantizer, OperandState, QuantizeSpec, StaticQuantizer, operand_of
+from octavo.tensor import (
+    CurrentQuantizer,
+    DelayedQuantizer,
+    OperandState,
+    QuantizeSpec,
+    Quantizer,
+    StaticQuantizer,
+    UsedScale,
+    operand_of,
+)
 
 
 def decoded(codes: torch.Tensor, scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -43,18 +53,82 @@ def test_only_the_layouts_asked_for(granularity: object) -> None:
 
 def test_a_delayed_quantizer_uses_the_past_and_gathers_the_present() -> None:
     state = OperandState()
-    state.scale, state.multiplier = torch.tensor(0.5), torch.tensor(2.0)
+    state.scale = torch.tensor(0.5)
     spec = QuantizeSpec(format=octavo.E4M3, scaling="delayed")
     quantizer = DelayedQuantizer(spec, state, gather=True, from_data=False)
     for amax in (3.0, 7.0, 5.0):
         operand = quantizer(torch.full((16, 16), amax), True, True)
-        assert operand.scale is state.scale
+        assert operand.scale.item() == operand.scale_t.item() == 0.5
+        assert operand.scale is not state.scale, "what is written into the state leaves the operand alone"
         assert decoded(operand.codes, operand.scale, 16, 16)[0, 0] == amax
     assert state.gathered.item() == 7.0
     DelayedQuantizer(spec, state, gather=False, from_data=False)(torch.full((16, 16), 9.0), True, False)
     assert state.gathered.item() == 7.0
     measured = DelayedQuantizer(spec, state, gather=False, from_data=True)(torch.full((16, 16), 9.0), True, False)
     assert measured.scale == octavo.quantize(torch.full((16, 16), 9.0), octavo.E4M3).scale
+
+
+@pytest.mark.parametrize("layouts", [(True, False), (False, True), (True, True)])
+def test_a_delayed_quantizer_notes_the_scale_it_used_and_repeats_one_it_is_given(layouts: tuple[bool, bool]) -> None:
+    """What a recompute needs: the noted scale, whatever has become of the state, measured or not."""
+    spec, x = QuantizeSpec(format=octavo.E4M3, scaling="delayed"), torch.randn(16, 32) * 5
+    for from_data in (False, True):
+        state, used = OperandState(), UsedScale()
+        state.scale = torch.tensor(0.37)
+        first = DelayedQuantizer(spec, state, gather=True, from_data=from_data, used=used)(x, *layouts)
+        expected = octavo.quantize(x, octavo.E4M3).scale if from_data else torch.tensor(0.37)
+        assert torch.equal(used.scale, expected)
+        # The next step: another scale, and nothing measured.
+        state.scale.fill_(5.0)
+        gathered = state.gathered.item()
+        assert gathered == x.abs().max().item()
+        again = DelayedQuantizer(spec, state, gather=False, from_data=from_data, scale=used.scale)(2 * x, *layouts)
+        same = DelayedQuantizer(spec, state, gather=False, from_data=from_data, scale=used.scale)(x, *layouts)
+        for name in ("scale", "scale_t"):
+            scale = getattr(first, name)
+            assert (scale is None) == (getattr(again, name) is None)
+            assert scale is None or torch.equal(scale, getattr(again, name))
+        for name in ("codes", "codes_t"):
+            codes = getattr(first, name)
+            assert codes is None or torch.equal(codes.view(torch.uint8), getattr(same, name).view(torch.uint8))
+        assert state.gathered.item() == gathered
+
+
+def quantizers() -> list[Quantizer]:
+    state = OperandState()
+    return [
+        CurrentQuantizer(QuantizeSpec(format=octavo.E4M3)),
+        CurrentQuantizer(QuantizeSpec(format=octavo.E5M2, granularity=ROW, inf_to_nan=True)),
+        DelayedQuantizer(QuantizeSpec(format=octavo.E5M2, scaling="delayed"), state, gather=True, from_data=False),
+        DelayedQuantizer(QuantizeSpec(format=octavo.E5M2, scaling="delayed"), state, gather=True, from_data=True),
+        StaticQuantizer(QuantizeSpec(format=octavo.E4M3, scaling="static", static_scale=0.3)),
+    ]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_every_quantizer_gives_column_sums_on_request_and_nothing_else_changes(number: int) -> None:
+    # Integers: their sums are exact, in whatever order they are added.
+    x = torch.randint(-8, 9, (37, 21)).float()
+    quantizer = quantizers()[number]
+    without, summed = quantizer(x, True, True), quantizer(x, True, True, True)
+    assert without.column_sum is None
+    assert summed.column_sum.dtype == torch.float32
+    assert torch.equal(summed.column_sum, x.double().sum(0).float())
+    for a, b in zip(without[:4], summed[:4], strict=True):
+        assert torch.equal(a.float(), b.float())
+
+
+def test_epsilon_and_powers_of_two_reach_the_scale() -> None:
+    x = torch.full((4, 4), 3e-4)
+    for epsilon, power_of_two in ((0.0, False), (1e-3, False), (0.0, True), (1e-3, True)):
+        spec = QuantizeSpec(format=octavo.E4M3, epsilon=epsilon, power_of_two=power_of_two)
+        assert spec.rule == ScaleRule(epsilon.hex(), power_of_two)
+        assert spec.rule.epsilon == epsilon
+        expected = octavo.quantize(x, octavo.E4M3, epsilon=epsilon, power_of_two=power_of_two).scale
+        assert torch.equal(CurrentQuantizer(spec)(x, True, False).scale, expected)
+    assert 448 * CurrentQuantizer(QuantizeSpec(format=octavo.E4M3, epsilon=1e-3))(x, True, False).scale.item() == (
+        pytest.approx(1e-3, rel=1e-6)
+    )
 
 
 def test_a_static_scale_is_used_to_the_bit() -> None:

@@ -21,8 +21,10 @@ from octavo.kernels.cast_transpose.rule import ScaleRule
 def partial_amax_inductor(x: Tensor) -> Tensor:
     """`octavo.kernels.amax.partial_amax`."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    out, inputs, constants = amax_kernels.prepare_partial(x)
-    wrap_triton(amax_kernels.partial_amax_kernel)[(out.shape[0],)](*inputs, *constants, num_warps=amax_kernels.WARPS)
+    out, numbers, constants = amax_kernels.prepare_partial(x)
+    wrap_triton(amax_kernels.partial_amax_kernel)[(constants[-1],)](
+        x, out, *numbers, *constants, num_warps=amax_kernels.WARPS
+    )
     return out
 
 
@@ -41,24 +43,25 @@ def cast_transpose_inductor(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`octavo.kernels.cast_transpose.cast_transpose`; an empty tensor for what is not wanted.
 
-    The sums are partial, and the amax of x is the last output, which the caller gathers.
+    The sums are partial, and the last output are parts of the amax, which the caller gathers.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     rule = None if epsilon is None else ScaleRule(epsilon, power_of_two)
-    gathered = x.new_zeros((), dtype=torch.float32) if gather else None
-    outputs, programs, inputs, constants = cast_kernels.prepare(
-        x, format_named(format), rowwise, rowwise if shared else columnwise, rule, gathered, inf_to_nan, column_sum,
-        # Inductor fills a new scalar before it is written, a vector it leaves alone.
-        scalar=(1,),
+    wanted = x if gather else None
+    outputs, parts, programs, tensors, numbers, constants = cast_kernels.prepare(
+        x, format_named(format), rowwise, rowwise if shared else columnwise, rule, wanted, inf_to_nan, column_sum,
+        traced=True,
     )  # fmt: skip
-    wrap_triton(cast_kernels.cast_transpose_kernel)[(programs,)](*inputs, *constants, num_warps=cast_kernels.WARPS)
+    wrap_triton(cast_kernels.cast_transpose_kernel)[(programs,)](
+        *tensors, *numbers, *constants, num_warps=cast_kernels.WARPS
+    )
     codes, scale, codes_t, scale_t, sums = outputs
     if scale is not None and rowwise is not None and rowwise.dim() != 2:
         scale = scale.reshape(())
     if scale_t is not None and columnwise is not None and columnwise.dim() != 2:
         scale_t = scale_t.reshape(())
-    codes, scale, codes_t, scale_t, sums, gathered = (
+    codes, scale, codes_t, scale_t, sums, parts = (
         x.new_empty(0) if out is None else out
-        for out in (codes, scale, codes_t, None if shared else scale_t, sums, gathered)
+        for out in (codes, scale, codes_t, None if shared else scale_t, sums, parts)
     )
-    return codes, scale, codes_t, scale_t, sums, gathered
+    return codes, scale, codes_t, scale_t, sums, parts

@@ -12,6 +12,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def specialization(*numbers: int) -> tuple[int, ...]:
@@ -30,26 +31,41 @@ class Launcher:
         self._kernel = kernel
         self._variants: dict[Hashable, Any] = {}
 
-    def __call__(self, programs: int, device: torch.device, key: Hashable, arguments: tuple[Any, ...], warps: int) -> None:
-        """Launch `programs` programs on the current stream of `device`.
+    def __call__(
+        self,
+        programs: int,
+        key: Hashable,
+        tensors: tuple[Tensor, ...],
+        numbers: tuple[int, ...],
+        constants: tuple[Any, ...],
+        warps: int,
+    ) -> None:
+        """Launch `programs` programs (1 or more, of so many warps) on the current stream of the tensors' device.
 
         Args:
             programs: at least 1.
-            device: where all tensors lie.
-            key: equal for two calls only if Triton would take the same variant for both.
-            arguments: all of the kernel's, constants included, in order.
-            warps: per program; part of the key by the caller's doing.
+            key: equal for two calls only if Triton would take the same variant for both; device and warps aside.
+            tensors, numbers, constants: all of the kernel's arguments, in this order.
+            warps: per program.
         """
+        device = tensors[0].device
         index = device.index
         if index is not None and index != torch.cuda.current_device():
             with torch.cuda.device(index):
-                self(programs, device, key, arguments, warps)
+                self(programs, key, tensors, numbers, constants, warps)
             return
-        variant = self._variants.get((index, key))
+        full_key = (index, warps, key)
+        variant = self._variants.get(full_key)
         if variant is None:
             # Under Triton's interpreter there is no variant to keep.
-            variant = self._kernel[(programs,)](*arguments, num_warps=warps)
+            variant = self._kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps)
             if variant is not None:
-                self._variants[index, key] = variant
+                self._variants[full_key] = variant
             return
-        variant[(programs, 1, 1)](*arguments, stream=torch._C._cuda_getCurrentRawStream(index))
+        # Of a tensor Triton's launcher would ask the driver where it lies; an address it takes as it is.
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        variant.run(
+            programs, 1, 1, stream, variant.function, variant.packed_metadata, None, None, None,
+            *addresses, *numbers, *constants,
+        )  # fmt: skip

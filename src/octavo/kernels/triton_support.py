@@ -35,6 +35,7 @@ def device_reasons(device: torch.device) -> list[str]:
     return []
 
 
+@functools.cache
 def runs_compiled(index: int | None, format_name: str = E4M3.name) -> bool:
     """True if compiled code for CUDA device `index` takes the Triton kernels, for codes of the format called so."""
     return format_name in (E4M3.name, E5M2.name) and not device_reasons(torch.device("cuda", index or 0))
@@ -46,4 +47,4 @@ runs_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def uses_triton(x: Tensor) -> bool:
     """True if the Triton twin runs for x."""
-    return x.is_cuda and not device_reasons(x.device)
+    return x.is_cuda and runs_compiled(x.device.index)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from octavo.kernels import SCALE_ALIGNMENT, delayed_update
 from octavo.recipes import DelayedUpdate, Recipe
 from octavo.runtime.layer_state import LayerState, registered_states, states_of
-from octavo.tensor import OperandState
+from octavo.tensor import OperandState, close_step
 
 
 class Agreement(Protocol):
@@ -56,6 +56,7 @@ def set_agreement(agreement: Agreement) -> None:
 
 class _Kind(NamedTuple):
     device: torch.device
+    late_bound: bool
     format_max: float
     update: DelayedUpdate
 
@@ -104,7 +105,7 @@ def _update(states: list[LayerState], group: object | None, otherwise: Recipe | 
         if recipe is None or recipe.delayed is None:
             continue
         for place, (spec, operand) in enumerate(zip(recipe.linear[:3], state.operands, strict=True)):
-            kind = _Kind(operand.gathered.device, spec.format.max, recipe.delayed)
+            kind = _Kind(operand.gathered.device, operand.late_bound, spec.format.max, recipe.delayed)
             kinds.setdefault(kind, []).append(operand)
             positions.setdefault(kind, []).append(len(state.operands) * number + place)
         state.context = None
@@ -145,10 +146,7 @@ def _update_kind(kind: _Kind, operands: list[OperandState], last: Tensor | None)
         kind.update.margin,
         kind.update.algorithm,
     )
-    rows = zip(operands, took_part, history.unbind(), _apart(scale), strict=True)
-    for operand, gathered, *fresh in rows:
-        operand.adopt(*fresh)
-        operand.close_step(gathered)
+    close_step(operands, history.unbind(), _apart(scale), took_part)
 
 
 def _took_part(operands: list[OperandState], last: Tensor) -> list[bool]:

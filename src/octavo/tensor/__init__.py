@@ -1,7 +1,7 @@
 """A number in eight bits: QuantizedTensor, and the quantizers that make one of an operand."""
 
 from octavo.tensor.matmul import scaled_mm
-from octavo.tensor.operand_state import OperandState
+from octavo.tensor.operand_state import OperandState, close_step
 from octavo.tensor.quantize import cast_to_representable, quantize
 from octavo.tensor.quantized_tensor import QuantizedTensor
 from octavo.tensor.quantizer import CurrentQuantizer, DelayedQuantizer, Operand, Quantizer, StaticQuantizer, UsedScale
@@ -19,6 +19,7 @@ __all__ = [
     "StaticQuantizer",
     "UsedScale",
     "cast_to_representable",
+    "close_step",
     "operand_of",
     "quantize",
     "scaled_mm",

@@ -12,6 +12,8 @@ Three rules keep it right under autograd, the compiler and checkpointing:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -49,6 +51,13 @@ class OperandState:
         self.scale = torch.ones((), dtype=torch.float32, device=device)
         self.gathered = torch.zeros((), dtype=torch.float32, device=device)
         self.history = torch.zeros(1, dtype=torch.float32, device=device)
+        self._mark_fixed()
+
+    def _mark_fixed(self) -> None:
+        """Tell the compiler's CUDA graphs which tensors stay where they are, so that they may be written to."""
+        # What torch._dynamo.mark_static_address does, which imports all of the compiler.
+        for fixed in (self.gathered, self.scale) if self.late_bound else (self.gathered,):
+            fixed._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
     def measure_next(self) -> None:
         """Forget the scale: it comes from the next data."""
@@ -65,16 +74,8 @@ class OperandState:
         """Merge the amax of one cast into this step's, by max."""
         self.gathered.copy_(torch.maximum(self.gathered, amax))
 
-    def adopt(self, history: Tensor, scale: Tensor) -> None:
-        """Take over the result of an update."""
-        if stays_in_place():
-            self.history.copy_(history)
-        else:
-            self.history = history
-        self._set_scale(scale)
-
     def _set_scale(self, scale: Tensor) -> None:
-        if self.late_bound or stays_in_place():
+        if self.late_bound:
             self.scale.data.copy_(scale)
         else:
             self.scale = scale
@@ -90,12 +91,6 @@ class OperandState:
         A forward operand has; a gradient has not before the second update, since the first precedes the first backward.
         """
         return not self.late_bound or self.closed_before
-
-    def close_step(self, gathered: bool) -> None:
-        """Begin to gather anew, after an update; `gathered` says whether the operand took part in it."""
-        self.from_data = self.from_data and not gathered
-        self.closed_before = True
-        self.gathered.zero_()
 
     def resize(self, length: int) -> None:
         """Give the history another length, keeping the newest."""
@@ -143,6 +138,32 @@ class OperandState:
         with torch.inference_mode(False):
             for name in ("scale", "gathered", "history"):
                 setattr(self, name, getattr(self, name).to(device))
+        self._mark_fixed()
+
+
+def close_step(
+    operands: Sequence[OperandState], histories: Sequence[Tensor], scales: Sequence[Tensor], gathered: Sequence[bool]
+) -> None:
+    """Take over the results of an update, each operand's, and begin to gather anew.
+
+    Args:
+        operands: on one device, all late bound or none.
+        histories, scales: what the update made, [L] and [] each.
+        gathered: whether the operand took part in the update.
+    """
+    capturing = stays_in_place()
+    if capturing:
+        torch._foreach_copy_([operand.history for operand in operands], histories)
+    if capturing or operands[0].late_bound:
+        torch._foreach_copy_([operand.scale.data for operand in operands], scales)
+    for operand, history, scale, took_part in zip(operands, histories, scales, gathered, strict=True):
+        if not capturing:
+            operand.history = history
+        if not (capturing or operand.late_bound):
+            operand.scale = scale
+        operand.from_data = operand.from_data and not took_part
+        operand.closed_before = True
+    torch._foreach_zero_([operand.gathered for operand in operands])
 
 
 def stays_in_place() -> bool:

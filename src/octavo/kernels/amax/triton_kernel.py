@@ -91,9 +91,9 @@ _launch_by_row_and_column = Launcher(amax_by_row_and_column_kernel)
 def partial_amax_triton(x: Tensor) -> Tensor:
     """As `octavo.kernels.amax.partial_amax`, for an x of at least one element on a device that Triton compiles for."""
     x = _with_contiguous_rows(x)
-    out, inputs, constants = prepare_partial(x)
-    key = (x.dtype, x.data_ptr() % 16 == 0, specialization(inputs[-2], inputs[-1]), constants)
-    _launch_partial(out.shape[0], x.device, key, inputs + constants, WARPS)
+    out, numbers, constants = prepare_partial(x)
+    key = (x.dtype, x.data_ptr() % 16 == 0, specialization(numbers[1], numbers[2]), constants)
+    _launch_partial(constants[-1], key, (x, out), numbers, constants, WARPS)
     return out
 
 
@@ -106,14 +106,20 @@ def amax_by_row_and_column_triton(x: Tensor, row: bool, column: bool) -> tuple[T
             None if by_column is None else by_column.reshape(1, -1),
         )
     x = _with_contiguous_rows(x)
-    (by_row, by_column), programs, inputs, constants = prepare_by_row_and_column(x, row, column)
-    key = (x.dtype, x.data_ptr() % 16 == 0, specialization(inputs[-2], inputs[-1]), constants)
-    _launch_by_row_and_column(programs, x.device, key, inputs + constants, WARPS)
+    rows, columns = x.shape
+    by_row = x.new_zeros((rows, 1), dtype=torch.float32) if row else None
+    by_column = x.new_zeros((1, columns), dtype=torch.float32) if column else None
+    programs = -(-rows // _BLOCK_ROWS) * -(-columns // _BLOCK_COLUMNS)
+    tensors = (x, x if by_row is None else by_row, x if by_column is None else by_column)
+    key = (x.dtype, x.data_ptr() % 16 == 0, specialization(columns, x.stride(0)), row, column)
+    _launch_by_row_and_column(
+        programs, key, tensors, (rows, columns, x.stride(0)), (row, column, _BLOCK_ROWS, _BLOCK_COLUMNS), WARPS
+    )
     return by_row, by_column
 
 
 def prepare_partial(x: Tensor):
-    """(out [P], arguments, constants) of a launch for an x whose rows are contiguous."""
+    """(out [P], numbers, constants) of a launch for an x whose rows are contiguous."""
     rows, columns = x.shape
     # The widest block that fits into the columns without a rest; if that is narrow, with one.
     width = columns & -columns
@@ -124,17 +130,7 @@ def prepare_partial(x: Tensor):
         tiles = -(-rows // (_BLOCK // width)) * -(-columns // width)
         partials = min(_MOST_PARTIALS, triton.next_power_of_2(tiles))
     out = x.new_empty(partials, dtype=torch.float32)
-    return out, (x, out, rows, columns, x.stride(0)), (_BLOCK, width, partials)
-
-
-def prepare_by_row_and_column(x: Tensor, row: bool, column: bool):
-    """((by row, by column), programs, arguments, constants) of a launch for an x whose rows are contiguous."""
-    rows, columns = x.shape
-    by_row = x.new_zeros((rows, 1), dtype=torch.float32) if row else None
-    by_column = x.new_zeros((1, columns), dtype=torch.float32) if column else None
-    programs = -(-rows // _BLOCK_ROWS) * -(-columns // _BLOCK_COLUMNS)
-    inputs = (x, x if by_row is None else by_row, x if by_column is None else by_column, rows, columns, x.stride(0))
-    return (by_row, by_column), programs, inputs, (row, column, _BLOCK_ROWS, _BLOCK_COLUMNS)
+    return out, (rows, columns, x.stride(0)), (_BLOCK, width, partials)
 
 
 def _with_contiguous_rows(x: Tensor) -> Tensor:

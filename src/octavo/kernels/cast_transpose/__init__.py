@@ -10,8 +10,8 @@ only K-major operands, so the forward product wants `codes` and the weight gradi
 wants `codes_t`. Bytes moved an element of bf16: 2 read and 2 written, against 2 + 1 + 1 + 1 of a cast and then a
 transpose.
 
-The scales that were used come out as tensors of their own: whatever is written into the state that they came from, a
-product and a backward see the scale that belongs to the codes.
+The scales come out as well. While a CUDA graph is captured and in compiled code they are tensors of their own: whatever
+is written later into the state that they came from, the product and the backward see the scale of the codes.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _launch(
     column_sum: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     _check(x, rowwise, columnwise)
-    if x.is_cuda and x.numel() and not unsupported_reasons(x, format):
+    if x.is_cuda and x.numel() and runs_compiled(x.device.index, format.name):
         from octavo.kernels.cast_transpose.triton_kernel import cast_transpose_triton
 
         return cast_transpose_triton(x, format, rowwise, columnwise, rule, gathered, inf_to_nan, column_sum)
@@ -136,7 +136,7 @@ def _compiled(
     if gathered is not None:
         # Not by the operator: a checkpoint in compiled code would run it again in the backward, with a tensor that has
         # been written to since.
-        gathered.copy_(torch.maximum(gathered, largest))
+        gathered.copy_(torch.maximum(gathered, largest.amax()))
     if native and sums is not None:
         sums = sums.sum(0)
     return CastOutput(codes, scale, codes_t, scale if shared else scale_t, sums)
@@ -196,7 +196,7 @@ def _fake(
         x.new_empty(0) if rowwise is None else scale(rowwise, rows),
         x.new_empty(0) if columnwise is None else x.new_empty((columns, rows), dtype=dtype),
         x.new_empty(0) if columnwise is None or shared else scale(columnwise, columns),
-        x.new_empty(x.shape[1], dtype=torch.float32) if column_sum else x.new_empty(0),
+        x.new_empty((x.shape[1],), dtype=torch.float32) if column_sum else x.new_empty(0),
         x.new_empty((), dtype=torch.float32) if gather else x.new_empty(0),
     )
 

@@ -155,7 +155,9 @@ def cast_transpose_kernel(
     PARTIALS_T: tl.constexpr,
     EPSILON: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    STORE_SCALE: tl.constexpr,
     GATHER: tl.constexpr,
+    GATHER_ATOMIC: tl.constexpr,
     INF_TO_NAN: tl.constexpr,
     COLUMN_SUM: tl.constexpr,
     CODE: tl.constexpr,
@@ -168,9 +170,10 @@ def cast_transpose_kernel(
 ):
     """One block of x [rows, columns], whose rows are contiguous.
 
-    -> codes [padded rows, padded columns] with scale, codes_t its transpose with scale_t, gathered [], and
-    sums [blocks of rows, columns].  SHARED: both layouts hold the same codes. BY_ROW, BY_COLUMN: what is given is a
-    vector; else PARTIALS, PARTIALS_T numbers whose largest counts.
+    -> codes [padded rows, padded columns] with scale, codes_t its transpose with scale_t, gathered [] (or [programs],
+    unless GATHER_ATOMIC), and sums [blocks of rows, columns].  SHARED: both layouts hold the same codes. BY_ROW,
+    BY_COLUMN: what is given is a vector; else PARTIALS, PARTIALS_T numbers whose largest counts. STORE_SCALE: a scale of
+    the whole matrix is written too.
     """
     PAIRS: tl.constexpr = BLOCK_ROWS // 2
     # 1. Which block; 64 bits, since an offset can exceed 2^31.
@@ -196,7 +199,10 @@ def cast_transpose_kernel(
         largest = tl.max(tl.max(magnitude, axis=1), axis=0)
         if not (largest < float("inf")):
             largest = tl.maximum(_largest_finite(tl.abs(values_0)), _largest_finite(tl.abs(values_1)))
-        tl.atomic_max(gathered, largest, sem="relaxed")
+        if GATHER_ATOMIC:
+            tl.atomic_max(gathered, largest, sem="relaxed")
+        else:
+            tl.store(gathered + program, largest)
     if COLUMN_SUM:
         total = tl.sum(values_0 + values_1, axis=0)
         tl.store(sums + tile_row.to(tl.int64) * columns + column, total, mask=column < columns)
@@ -215,8 +221,8 @@ def cast_transpose_kernel(
                 tl.store(scale + row_0, tl.where(row_0 < rows, used_0, 1.0), mask=row_0 < padded_rows)
                 tl.store(scale + row_1, tl.where(row_1 < rows, used_1, 1.0), mask=row_1 < padded_rows)
             m_0, m_1 = m_0[:, None], m_1[:, None]
-        elif program == 0:
-            tl.store(scale, used_0)
+        elif STORE_SCALE:
+            tl.store(scale, used_0, mask=program == 0)
         scaled_0, scaled_1 = (
             _scaled(values_0, m_0, inside_0, INF_TO_NAN),
             _scaled(values_1, m_1, inside_1, INF_TO_NAN),
@@ -235,8 +241,8 @@ def cast_transpose_kernel(
                 if tile_row == 0:
                     tl.store(scale_t + column, tl.where(column < columns, used_t, 1.0), mask=column < padded_columns)
                 m_t = m_t[None, :]
-            elif program == 0:
-                tl.store(scale_t, used_t)
+            elif STORE_SCALE:
+                tl.store(scale_t, used_t, mask=program == 0)
             scaled_0, scaled_1 = (
                 _scaled(values_0, m_t, inside_0, INF_TO_NAN),
                 _scaled(values_1, m_t, inside_1, INF_TO_NAN),
@@ -253,11 +259,13 @@ _INTERPRETED = not isinstance(cast_transpose_kernel, triton.runtime.JITFunction)
 
 
 class _Call(NamedTuple):
-    """A launch: what it writes, how many programs, the kernel's arguments and those of them that are constants."""
+    """A launch: what it writes, how many programs, and the kernel's arguments in three parts."""
 
     outputs: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+    gathered: Tensor | None
     programs: int
-    tensors_and_sizes: tuple[Any, ...]
+    tensors: tuple[Tensor, ...]
+    numbers: tuple[int, ...]
     constants: tuple[Any, ...]
 
 
@@ -270,11 +278,13 @@ def prepare(
     gathered: Tensor | None,
     inf_to_nan: bool,
     column_sum: bool,
-    scalar: tuple[int, ...] = (),
+    traced: bool = False,
 ) -> _Call:
-    """The launch for an x whose rows are contiguous.
+    """The launch for an x whose rows are contiguous; its sums [blocks of rows, K] are partial.
 
-    The sums [blocks of rows, K] are partial, and a scale of the whole matrix has the shape `scalar`.
+    Traced, a launch mutates nothing and gives no output that is an input: `gathered` only says that an amax is wanted,
+    which comes out in parts [programs], and every scale is new (of a whole matrix [1]: a new scalar Inductor would fill
+    before it is written).
     """
     rows, columns = x.shape
     padded_rows, padded_columns = padded(rows), padded(columns)
@@ -282,23 +292,33 @@ def prepare(
     by_row = rowwise is not None and rowwise.dim() == 2
     by_column = columnwise is not None and columnwise.dim() == 2
     codes = scale = codes_t = scale_t = sums = None
+    # A given scale is taken as it is, unless it may be written to before its codes are multiplied.
+    stores_scale = traced or rule is not None or torch.cuda.is_current_stream_capturing()
+    scalar = (1,) if traced else ()
     if rowwise is not None:
         codes = x.new_empty((padded_rows, padded_columns), dtype=format.dtype)
-        scale = x.new_empty((padded_rows, 1) if by_row else scalar, dtype=torch.float32)
+        scale = rowwise
+        if stores_scale or by_row:
+            scale = x.new_empty((padded_rows, 1) if by_row else scalar, dtype=torch.float32)
     if columnwise is not None:
         codes_t = x.new_empty((padded_columns, padded_rows), dtype=format.dtype)
-        scale_t = scale if shared else x.new_empty((padded_columns, 1) if by_column else scalar, dtype=torch.float32)
+        scale_t = scale if shared else columnwise
+        if not shared and (stores_scale or by_column):
+            scale_t = x.new_empty((padded_columns, 1) if by_column else scalar, dtype=torch.float32)
     # Of a traced number of rows nothing is asked: each answer would be a graph of its own.
     large = not isinstance(rows, int) or rows * columns >= _LARGE
     block_rows = _BLOCK_ROWS_LARGE if large else _BLOCK_ROWS
     tiles_tall, tiles_wide = -(-padded_rows // block_rows), -(-padded_columns // _BLOCK_COLUMNS)
+    if traced and gathered is not None:
+        gathered = x.new_empty(tiles_tall * tiles_wide, dtype=torch.float32)
     if column_sum:
         sums = x.new_empty((tiles_tall, columns), dtype=torch.float32)
     rowwise, columnwise = _readable(rowwise), _readable(columnwise)
     # A pointer that the flags leave unused may be any; x itself would be materialised once more by the compiler.
-    unused = next((out for out in (codes, codes_t, gathered, sums) if out is not None), x)
+    unused = codes if codes is not None else codes_t if codes_t is not None else x if gathered is None else gathered
     return _Call(
         (codes, scale, codes_t, scale_t, sums),
+        gathered,
         tiles_tall * tiles_wide,
         (
             x,
@@ -310,10 +330,8 @@ def prepare(
             unused if scale_t is None else scale_t,
             unused if gathered is None else gathered,
             unused if sums is None else sums,
-            rows,
-            columns,
-            x.stride(0),
         ),
+        (rows, columns, x.stride(0)),
         (
             codes is not None,
             codes_t is not None,
@@ -325,7 +343,9 @@ def prepare(
             1 if by_column or columnwise is None else columnwise.numel(),
             0.0 if rule is None else rule.epsilon,
             rule is not None and rule.power_of_two,
+            stores_scale,
             gathered is not None,
+            not traced,
             inf_to_nan,
             column_sum,
             _CODE_DTYPES[format.name],
@@ -376,10 +396,10 @@ def cast_transpose_triton(
             )
             return codes, scale, codes_t, scale_t, x.sum(0, dtype=torch.float32) if column_sum else None
         x = x.contiguous()
-    outputs, programs, inputs, constants = prepare(
+    outputs, _, programs, tensors, numbers, constants = prepare(
         x, format, rowwise, columnwise, rule, gathered, inf_to_nan, column_sum
     )
     codes, scale, codes_t, scale_t, sums = outputs
-    key = (x.dtype, x.data_ptr() % 16 == 0, specialization(inputs[-2], inputs[-1]), format.name, constants)
-    _launch_kernel(programs, x.device, key, inputs + constants, WARPS)
+    key = (x.dtype, x.data_ptr() % 16 == 0, specialization(numbers[1], numbers[2]), format.name, constants)
+    _launch_kernel(programs, key, tensors, numbers, constants, WARPS)
     return codes, scale, codes_t, scale_t, None if sums is None else sums.sum(0)

@@ -92,7 +92,7 @@ def partial_amax_triton(x: Tensor) -> Tensor:
     """As `octavo.kernels.amax.partial_amax`, for an x of at least one element on a device that Triton compiles for."""
     x = _with_contiguous_rows(x)
     out, numbers, constants = prepare_partial(x)
-    key = (x.dtype, x.data_ptr() % 16 == 0, specialization(numbers[1], numbers[2]), constants)
+    key = (x.dtype, x.data_ptr() % 16 == 0, numbers[0] >> 31, specialization(*numbers[1:]), constants)
     _launch_partial(constants[-1], key, (x, out), numbers, constants, WARPS)
     return out
 
@@ -111,7 +111,7 @@ def amax_by_row_and_column_triton(x: Tensor, row: bool, column: bool) -> tuple[T
     by_column = x.new_zeros((1, columns), dtype=torch.float32) if column else None
     programs = -(-rows // _BLOCK_ROWS) * -(-columns // _BLOCK_COLUMNS)
     tensors = (x, x if by_row is None else by_row, x if by_column is None else by_column)
-    key = (x.dtype, x.data_ptr() % 16 == 0, specialization(columns, x.stride(0)), row, column)
+    key = (x.dtype, x.data_ptr() % 16 == 0, rows >> 31, specialization(columns, x.stride(0)), row, column)
     _launch_by_row_and_column(
         programs, key, tensors, (rows, columns, x.stride(0)), (row, column, _BLOCK_ROWS, _BLOCK_COLUMNS), WARPS
     )

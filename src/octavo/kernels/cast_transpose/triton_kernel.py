@@ -293,7 +293,7 @@ def prepare(
     by_column = columnwise is not None and columnwise.dim() == 2
     codes = scale = codes_t = scale_t = sums = None
     # A given scale is taken as it is, unless it may be written to before its codes are multiplied.
-    stores_scale = traced or rule is not None or torch.cuda.is_current_stream_capturing()
+    stores_scale = traced or rule is not None or (x.is_cuda and torch.cuda.is_current_stream_capturing())
     scalar = (1,) if traced else ()
     if rowwise is not None:
         codes = x.new_empty((padded_rows, padded_columns), dtype=format.dtype)
@@ -400,6 +400,6 @@ def cast_transpose_triton(
         x, format, rowwise, columnwise, rule, gathered, inf_to_nan, column_sum
     )
     codes, scale, codes_t, scale_t, sums = outputs
-    key = (x.dtype, x.data_ptr() % 16 == 0, specialization(numbers[1], numbers[2]), format.name, constants)
+    key = (x.dtype, x.data_ptr() % 16 == 0, numbers[0] >> 31, specialization(*numbers[1:]), format.name, constants)
     _launch_kernel(programs, key, tensors, numbers, constants, WARPS)
     return codes, scale, codes_t, scale_t, None if sums is None else sums.sum(0)

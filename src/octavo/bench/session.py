@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
@@ -35,6 +36,8 @@ class Session:
         timer: of device time; wall time on a CPU.
         host_timer: of host time.
         rounds, dropped: of interleaved measurements.
+        not_capturable: rivals whose capture has failed; it is not tried again.
+        costs: seconds that a kind of training took, to tell whether another one fits.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class Session:
         if not self.on_gpu:
             self.rounds, self.dropped = 3, 1
         self.cache_bytes = l2_bytes(self.device)
+        self.not_capturable: set[str] = set()
+        self.costs: dict[tuple[str, str], float] = {}
         self._watch = watch
 
     @property
@@ -104,6 +109,11 @@ class Session:
             self.failed(about, error)
         finally:
             self.release()
+
+    def forget_compiled(self) -> None:
+        """Drop what the compiler has kept: it compiles anew only so often for one piece of code."""
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
 
     def release(self) -> None:
         """Give memory back that nobody holds."""

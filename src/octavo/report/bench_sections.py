@@ -126,7 +126,7 @@ def sections_table(record: Record) -> Table:
 
 def _section(name: str, title: str, lead: str, charts: list[object], tables: list[Table], absent: str) -> Section:
     drawn = [chart for chart in charts if chart is not None]
-    filled = [table for table in tables if table.rows]
+    filled = [table for table in tables if table.rows or table.notes]
     return Section(name, title, lead, drawn, filled, "" if drawn or filled else absent)  # type: ignore[arg-type]
 
 
@@ -158,8 +158,9 @@ def bench_sections(record: Record) -> list[Section]:
 
 def _steps(record: Record, kind: str) -> list[Table]:
     """A table for each model."""
+    form = ", in a small form" if text(record.last("run"), "device") == "cpu" else ""
     models = grouped(record.all(kind), by="model")
-    return [_named(bench_tables.steps_table(record, model, kind), model_name(model)) for model in models]
+    return [_named(bench_tables.steps_table(record, model, kind), model_name(model) + form) for model in models]
 
 
 def _named(table: Table, caption: str) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from octavo.report.bench_rivals import best_peer, grouped, look, measured, shape_name
 from octavo.report.record import Record, Row, number, text
 from octavo.report.tables import Cell, Column, Table
-from octavo.report.wording import ABSENT, SPACE, decimals, optional, percent, rate, ratio, significant
+from octavo.report.wording import ABSENT, SPACE, decimals, enumeration, optional, percent, rate, ratio, significant
 
 VERDICT_TONES = {"pass": "good", "miss": "bad"}
 _CEILINGS = {
@@ -40,7 +40,7 @@ def ceilings_table(record: Record) -> Table:
         shown = ABSENT if value is None else f"{significant(value / 1e12)}{SPACE}T{text(row, 'unit')}"
         rows.append([name, Cell(shape), Cell(shown), Cell(_spread(row, "ms")), _note(row)])
     columns = [Column("What", numeric=False), Column("Shape M × K × N"), Column("Rate"), *_TIMES, _NOTE]
-    return _without_empty(Table("Ceilings of the device", columns, rows))
+    return _with_notes(Table("Ceilings of the device", columns, rows))
 
 
 _TIMES = [Column("p10 – p90", "ms")]
@@ -76,7 +76,7 @@ def casts_table(record: Record) -> Table:
         _NOTE,
     ]
     note = "Bytes: 4 an element (2 read, 1 + 1 written), 6 where an amax is measured first. Both layouts, with amax."
-    return _without_empty(Table("Casts", columns, rows, [note]))
+    return _with_notes(Table("Casts", columns, rows, [note] if rows else []))
 
 
 def linear_table(record: Record, shape: str) -> Table:
@@ -121,7 +121,7 @@ def linear_table(record: Record, shape: str) -> Table:
         notes.append(
             f"{_OTHER_METHOD} the sum of its kernels' times: it could not be captured. Gaps do not count there."
         )
-    return _without_empty(Table(f"M × K × N = {shape}: forward and backward", columns, rows, notes))
+    return _with_notes(Table(f"M × K × N = {shape}: forward and backward", columns, rows, notes))
 
 
 def host_table(record: Record) -> Table:
@@ -146,7 +146,7 @@ def host_table(record: Record) -> Table:
         _NOTE,
     ]
     shape = next((shape_name(row) for row in record.all("host")), "")
-    return _without_empty(Table(f"Host time, M × K × N = {shape}", columns, rows))
+    return _with_notes(Table(f"Host time, M × K × N = {shape}", columns, rows))
 
 
 def steps_table(record: Record, model: str, kind: str = "step") -> Table:
@@ -191,7 +191,7 @@ def steps_table(record: Record, model: str, kind: str = "step") -> Table:
         Column("Warm-up", "s"),
         _NOTE,
     ]
-    return _without_empty(Table(model, columns, rows))
+    return _with_notes(Table(model, columns, rows))
 
 
 def batch_table(record: Record) -> Table:
@@ -219,11 +219,26 @@ def batch_table(record: Record) -> Table:
         Column("Rate"),
         _NOTE,
     ]
-    return _without_empty(Table("Largest batch in that memory", columns, rows))
+    return _with_notes(Table("Largest batch in that memory", columns, rows))
+
+
+def _with_notes(table: Table) -> Table:
+    """Rows that hold nothing but a note become notes below, those of one reason together; empty columns go."""
+    rows = []
+    lacking: dict[str, list[str]] = {}
+    for row in table.rows:
+        note = row[-1].text
+        if note and all(cell.text in ("", ABSENT) for cell in row[2:-1]):
+            names = [cell.text for cell in row[:2] if cell.text not in ("", ABSENT)]
+            lacking.setdefault(note, []).append(" ".join(names))
+        else:
+            rows.append(row)
+    notes = [f"{enumeration(list(dict.fromkeys(names)))}: {note}" for note, names in lacking.items()]
+    return _without_empty(Table(table.caption, table.columns, rows, [*table.notes, *notes]))
 
 
 def _without_empty(table: Table) -> Table:
-    """The table without columns in which nothing stands; the note goes if there is none."""
+    """The table without columns in which nothing stands."""
     kept = [
         place
         for place in range(len(table.columns))

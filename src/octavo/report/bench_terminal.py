@@ -23,9 +23,16 @@ def bench_summary(rows: Iterable[Mapping[str, Any]]) -> Any:
     if words := emulated_words(record):
         parts.append(text_type(f"! {words}", style="yellow"))
     first, *others = bench_sections(record)
-    for section in [*others[:-1], first]:  # the last one is the machine's, which the page alone shows
+    shown = others[:-1]  # without the machine's, which the page alone shows
+    if not emulated_words(record):
+        shown.append(first)
+    for section in shown:
         for table in section.tables:
-            parts += [text_type(""), rich_table(table, [column.name for column in table.columns])]
+            parts.append(text_type(""))
+            if table.rows:
+                parts.append(rich_table(table, [column.name for column in table.columns]))
+            else:
+                parts.append(text_type(table.caption, style="bold"))
             parts += [text_type(note, style="dim") for note in table.notes]
     parts.append(text_type(verdict_words(record)))
     return group(*parts)

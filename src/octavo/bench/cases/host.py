@@ -21,6 +21,7 @@ def measure_host(session: Session) -> None:
     x = torch.randn(m, k, device=session.device, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(m, n, device=session.device, dtype=torch.bfloat16)
     weight = torch.randn(n, k, device=session.device, dtype=torch.bfloat16)
+    session.forget_compiled()
     measures: dict[str, Measure] = {}
     abouts: dict[str, Row] = {}
     for rival in host_rivals(session.device):

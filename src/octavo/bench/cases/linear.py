@@ -68,6 +68,7 @@ def make_data(shape: Shape, sets: int, device: torch.device) -> Data:
 
 def _measure_shape(session: Session, shape: Shape, rivals: list[Rival]) -> None:
     m, k, n = shape
+    session.forget_compiled()
     sets = num_sets(2 * m * (k + n), session.cache_bytes)
     data = make_data(shape, sets, session.device)
     prepared: dict[str, Prepared] = {}
@@ -103,7 +104,7 @@ def _prepare(session: Session, rival: Rival, data: Data, about: Row, prepared: d
             with built.context():
                 calls[0]()
             built.settle()
-        measure, method = _timer(session, built, calls)
+        measure, method = _timer(session, rival.key, built, calls)
         twin = calls if rival.library in ("torch", "octavo") else None
         prepared[rival.key] = Prepared(measure, about | {"method": method}, built, twin)
     except Exception as error:  # whatever a rival raises is a finding
@@ -128,15 +129,17 @@ def step_calls(built: Built, data: Data) -> list[Call]:
     return [step(x, dy) for x, dy in zip(data.inputs, data.gradients, strict=True)]
 
 
-def _timer(session: Session, built: Built, calls: list[Call]) -> tuple[Measure, str]:
+def _timer(session: Session, key: str, built: Built, calls: list[Call]) -> tuple[Measure, str]:
     """How the calls are measured: by the session's timer; what cannot be captured, by its kernels."""
     timer: Timer = session.timer
-    try:
-        with built.context():  # entered and left outside of a graph: what an exit does is not a layer's time
-            return timer.prepare(calls), timer.method
-    except Exception:
-        if not session.on_gpu:
-            raise
+    if key not in session.not_capturable:
+        try:
+            with built.context():  # entered and left outside of a graph: what an exit does is not a layer's time
+                return timer.prepare(calls), timer.method
+        except Exception:
+            if not session.on_gpu:
+                raise
+            session.not_capturable.add(key)
     timer = KernelTimer()
     torch.cuda.synchronize()
 

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.bench.judging import BeatsPeer, CastRate, HostRatio, LinearTime, StepMemory, StepSpeed, WarmUp
+from octavo.bench.targets import TARGETS, target_rows
+from tests.bench import rows as made
+
+SHAPE = (8192, 768, 3072)
+
+
+def verdicts(rows: list[dict[str, Any]]) -> dict[tuple[str, str], str]:
+    return {(row["what"], row["target"]): row["verdict"] for row in target_rows(rows)}
+
+
+def test_a_record_is_judged_line_by_line() -> None:
+    found = verdicts(made.whole())
+    name = "Linear 8192, 768, 3072"
+    assert found["Cast, transpose and amax", "≥ 90 % of copy"] == "pass"
+    assert found[f"{name}, delayed", "products alone + casts at 89 % of copy"] == "pass"
+    assert found[f"{name}, current", "products alone + casts at 89 % of copy"] == "miss"
+    assert found[f"{name}, delayed", "beats TE's delayed"] == "pass"
+    assert found[f"{name}, block", "≥ 1.15x TE's block"] == "not measured"
+    assert found["Host, forward and backward, delayed", "≤ 3x nn.Linear"] == "pass"
+    # 86 / 70 = 1.229 and 104 / 70 = 1.486; the captured step is no rival of one that is not.
+    assert found["ViT-Huge step, batch 32", "≥ 1.22x BF16 compiled"] == "pass"
+    assert found["ViT-Huge step, batch 32", "≥ 1.45x BF16 eager"] == "pass"
+    assert found["ViT-Huge step, batch 32, peak memory", "≤ 0.80x BF16 compiled"] == "pass"
+    assert found["Llama layers step", "≥ 1.40x BF16 compiled"] == "not measured"
+    assert found["ViT-Huge, largest batch in 20 GiB", "told"] == "reported"
+
+
+def test_every_target_has_its_derivation_and_a_line_of_its_own() -> None:
+    lines = [(target.what, target.target) for target in TARGETS]
+    assert len(set(lines)) == len(lines)
+    assert all(target.derivation for target in TARGETS)
+    fused = [row for row in target_rows(made.whole()) if "needs fused layers" in row["reason"]]
+    assert len(fused) == 4
+    assert {row["verdict"] for row in fused} == {"not measured"}
+
+
+def test_nothing_is_judged_where_fp8_is_emulated() -> None:
+    rows = [made.run(native=False), *made.whole()[1:]]
+    judged = target_rows(rows)
+    assert {row["verdict"] for row in judged} == {"not measured"}
+    assert {row["reason"] for row in judged} == {"FP8 is emulated on this device"}
+
+
+@pytest.mark.parametrize(("ms", "verdict"), [(5.5, "pass"), (5.501, "miss")])
+def test_a_time_is_within_its_target_or_not(ms: float, verdict: str) -> None:
+    assert LinearTime("octavo-delayed", SHAPE)([made.linear("octavo-delayed", ms, target_ms=5.5)]).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("own", "margin", "verdict"), [(5.0, 0.0, "miss"), (4.99, 0.0, "pass"), (4.5, 0.15, "miss"), (4.3, 0.15, "pass")]
+)
+def test_a_peer_is_beaten_by_the_margin(own: float, margin: float, verdict: str) -> None:
+    rows = [made.linear("octavo-block", own), made.linear("te-block", 5.0)]
+    assert BeatsPeer("octavo-block", "te-block", SHAPE, margin)(rows).verdict == verdict
+
+
+def test_figures_of_two_methods_are_not_compared() -> None:
+    kernels = {"method": "sum of kernels"}
+    rows = [made.linear("octavo-delayed", 1.0), made.linear("te-delayed", 2.0, **kernels)]
+    rule = BeatsPeer("octavo-delayed", "te-delayed", SHAPE)
+    assert rule(rows).verdict == "not measured"
+    assert "two methods" in rule(rows).reason
+    # With a twin by the peer's method there is something to compare, and it decides.
+    twin = made.linear("octavo-delayed-kernels", 3.0, **kernels)
+    assert rule([*rows, twin]).verdict == "miss"
+
+
+def test_what_lacks_is_named_with_its_reason() -> None:
+    rows = [made.linear("te-delayed", None), made.linear("octavo-delayed", 1.0)]
+    assert "no kernel image" in BeatsPeer("octavo-delayed", "te-delayed", SHAPE)(rows).reason
+    assert "not asked for" in LinearTime("octavo-delayed", SHAPE)([]).reason
+    assert "were not measured" in LinearTime("octavo-delayed", SHAPE)([made.linear("octavo-delayed", 1.0)]).reason
+    rule = StepSpeed("vit", "bf16", 1.0)
+    assert rule([made.step("octavo-current", 1.0), made.step("bf16", None)]).reason == "bf16: time limit"
+    assert rule([made.step("octavo-current", 1.0)]).reason == "bf16 was not asked for in this run"
+    assert rule([made.step("octavo-current", None), made.step("bf16", 1.0)]).reason == "Octavo: time limit"
+    assert rule([made.step("bf16", 1.0)]).reason == "Octavo was not asked for in this run"
+
+
+def test_a_step_is_judged_against_the_fastest_reference() -> None:
+    rows = [made.step("bf16-compiled", 90.0), made.step("bf16-compiled", 80.0, repeat=True)]
+    verdict = StepSpeed("vit", "bf16-compiled", 1.22)([*rows, made.step("octavo-current", 70.0)])
+    assert verdict.measured.startswith("1.143x")
+    assert verdict.verdict == "miss"
+
+
+def test_memory_is_that_of_the_variant_that_is_judged_by_its_speed() -> None:
+    rows = [made.step("bf16-compiled", 90.0), made.step("octavo-current", 80.0, peak_gib=10.0)]
+    rows.append(made.step("octavo-delayed-compiled", 70.0, peak_gib=17.0))
+    verdict = StepMemory("vit", "bf16-compiled", 0.80)(rows)
+    assert verdict.measured.startswith("0.850")
+    assert verdict.verdict == "miss"
+    assert "least octavo-current 10.00" in verdict.reason
+
+
+def test_the_slowest_compilation_counts() -> None:
+    rows = [made.step("bf16-compiled", 1.0, warm_s=10.0), made.step("octavo-current-compiled", 1.0, warm_s=12.0)]
+    assert WarmUp("vit", 1.3)(rows).verdict == "pass"
+    assert WarmUp("vit", 1.3)([*rows, made.step("octavo-delayed-compiled", 1.0, warm_s=14.0)]).verdict == "miss"
+
+
+def test_a_cast_is_judged_at_its_shape_and_told_at_all() -> None:
+    rows = [made.cast("delayed", 0.92), made.cast("delayed", 0.5, (8192, 768))]
+    verdict = CastRate("delayed", (16384, 8192), 0.90)(rows)
+    assert verdict.verdict == "pass"
+    assert verdict.reason == "over all shapes 50 to 92 %"
+    assert CastRate("delayed", (8192, 768), 0.90)(rows).verdict == "miss"
+
+
+def test_host_time_names_the_peers() -> None:
+    rows = [made.host("octavo-delayed", 600.0, 3.2), made.host("te-delayed", 1500.0, 7.9)]
+    verdict = HostRatio("octavo-delayed", 3.0)(rows)
+    assert (verdict.verdict, verdict.reason) == ("miss", "te-delayed 7.9x")

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from octavo.cli.app import app
+from octavo.cli.bench import said_of
+from tests.bench import rows as made
+
+run = CliRunner()
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> list[str]:
+    return ["bench", "--device", "cpu", "--out", str(tmp_path / "run")]
+
+
+def test_a_run_prints_tables_and_leaves_a_page_and_a_record(base: list[str], tmp_path: Path) -> None:
+    result = run.invoke(app, [*base, "--only", "linear"])
+    assert result.exit_code == 0, result.output
+    assert "has no FP8 units" in result.stdout
+    assert "Octavo delayed" in result.stdout
+    assert f"record: {tmp_path / 'run' / 'record.jsonl'}" in result.stdout
+    assert "<h1>" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "octavo bench: linear 256 x 128 x 256 octavo-delayed: " in result.stderr
+    assert "octavo bench: linear done in " in result.stderr
+
+
+def test_json_is_the_rows_and_nothing_else(base: list[str]) -> None:
+    result = run.invoke(app, [*base, "--only", "host", "--json", "--commit", "abc", "--seed", "3"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert (rows[0]["kind"], rows[0]["git_commit"], rows[0]["seed"]) == ("run", "abc", 3)
+    assert {row["kind"] for row in rows} == {"run", "host", "section", "target"}
+
+
+def test_without_plotly_the_record_is_kept_and_the_page_is_left_out_with_a_message(
+    base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(*args: object) -> None:
+        raise ModuleNotFoundError("the bench's page needs plotly, which is not installed: pip install octavo[study]")
+
+    monkeypatch.setattr("octavo.cli.bench.build_bench", absent)
+    result = run.invoke(app, [*base, "--only", "host"])
+    assert result.exit_code == 0, result.output
+    assert "no page: the bench's page needs plotly" in result.stderr
+    assert "page:" not in result.stdout
+    assert (tmp_path / "run" / "record.jsonl").exists()
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_record_of_another_machine_becomes_tables_and_a_page(tmp_path: Path) -> None:
+    record = write(tmp_path / "record.jsonl", made.whole())
+    result = run.invoke(app, ["bench", "--from", record, "--out", str(tmp_path / "page")])
+    assert result.exit_code == 0, result.output
+    assert "Targets: " in result.stdout
+    assert (tmp_path / "page" / "report.html").exists()
+    assert not (tmp_path / "page" / "record.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--only", "kernels"], "--only names 'kernels', which is unknown"),
+        (["--models", "bert"], "--models names 'bert', which is unknown"),
+        (["--variants", "fp8"], "--variants names 'fp8', which is unknown"),
+        (["--time-limit", "soon"], "'soon' is no duration"),
+        (["--device", "tpu"], "device 'tpu' is unknown"),
+        (["--from", "nowhere.jsonl"], "No such file"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2_with_the_reason(base: list[str], extra: list[str], message: str) -> None:
+    result = run.invoke(app, [*base, *extra])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_interruption_is_130_and_says_where_the_record_is(
+    base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("octavo.cli.bench.run_bench", interrupted)
+    result = run.invoke(app, base)
+    assert result.exit_code == 130
+    assert str(tmp_path / "run" / "record.jsonl") in result.stderr
+
+
+def test_a_section_that_failed_is_exit_code_1(base: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = made.section("host") | {"status": "failed", "reason": "out of memory"}
+    monkeypatch.setattr("octavo.cli.bench.run_bench", lambda *args, **kwargs: [made.run(), failed])
+    Path(base[-1]).mkdir()
+    assert run.invoke(app, base).exit_code == 1
+
+
+def test_help_shows_an_example_and_the_exit_codes() -> None:
+    text = " ".join(run.invoke(app, ["bench", "--help"]).stdout.split())
+    assert "octavo bench --time-limit 8m" in text
+    assert "130 interrupted" in text
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (made.linear("bf16", 8.0), "linear 8192 x 768 x 3072 bf16: 8 ms"),
+        (made.linear("te-block", None), "linear 8192 x 768 x 3072 te-block failed: RuntimeError: no kernel image"),
+        (made.step("bf16", 104.0), "step vit bf16: 104 ms, 20 GiB"),
+        (made.host("bf16", 190.0, 1.0), "host 256 x 1024 x 1024 bf16 forward+backward: 190 us"),
+        (made.section("casts"), "casts done in 12.5 s"),
+        (made.run(), ""),
+    ],
+)
+def test_a_line_for_every_row_that_is_measured(row: dict[str, Any], said: str) -> None:
+    assert said_of(row) == said

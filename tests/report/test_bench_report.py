@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import plotly.offline
+import pytest
+from rich.console import Console
+from tests.bench import rows as made
+from tests.report import check_page
+
+from octavo.bench import with_targets
+from octavo.report import bench_charts, bench_tables
+from octavo.report.bench_page import build_bench, render_bench
+from octavo.report.bench_rivals import best_peer, look
+from octavo.report.bench_sections import bench_sections, sentences, verdict_words
+from octavo.report.bench_terminal import bench_summary
+from octavo.report.record import Record
+from octavo.report.tables import Table
+
+SHAPE = "8192 × 768 × 3072"
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+
+
+def whole() -> list[dict[str, Any]]:
+    return with_targets(made.whole())
+
+
+def cells(table: Table) -> dict[str, dict[str, str]]:
+    names = [column.name for column in table.columns]
+    rows = [[cell.text.replace("\u00a0", " ") for cell in row] for row in table.rows]
+    return {row[0]: dict(zip(names, row, strict=True)) for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("key", "label", "color"),
+    [
+        ("bf16", "BF16", "@ink"),
+        ("bf16-compiled-captured", "BF16, compiled, step captured", "@ink"),
+        ("octavo-rowwise-cached", "Octavo row-wise, weight cached", "@green"),
+        ("octavo-delayed-compiled", "Octavo delayed, compiled", "@blue"),
+        ("te-block", "TE block", "@grey"),
+        ("torchao-tensorwise", "torchao tensor-wise", "@orange"),
+        ("gemms", "three FP8 products alone", "@yellow"),
+    ],
+)
+def test_a_rival_has_one_name_and_one_colour(key: str, label: str, color: str) -> None:
+    assert (look(key).label, look(key).color) == (label, color)
+
+
+def test_a_linear_stands_beside_bf16_the_best_peer_and_its_target() -> None:
+    table = bench_tables.linear_table(Record(whole()), SHAPE)
+    rows = cells(table)
+    delayed = rows["Octavo delayed"]
+    assert delayed["Speed BF16 = 1"] == "1.60×"
+    assert delayed["Speed best peer = 1"] == "1.20×"  # 6.0 of TE delayed over 5.0
+    assert delayed["Target ms"] == "5.50"
+    assert [row[place].tone for row in table.rows for place in [5] if row[0].text.startswith("Octavo")] == [
+        "good",
+        "bad",
+    ]
+    assert "TE block" not in rows
+    assert table.notes == ["TE block: failed: RuntimeError: no kernel image"]
+
+
+def test_a_figure_of_another_method_is_marked_and_not_compared() -> None:
+    kernels = made.linear("te-delayed", 6.0, method="sum of kernels")
+    table = bench_tables.linear_table(
+        Record([made.linear("bf16", 8.0), made.linear("octavo-delayed", 5.0), kernels]), SHAPE
+    )
+    rows = cells(table)
+    assert rows["TE delayed"]["Device time ms"] == "6.00 †"
+    assert "Speed best peer = 1" not in rows["Octavo delayed"] or rows["Octavo delayed"]["Speed best peer = 1"] == "—"
+    assert any("could not be captured" in note for note in table.notes)
+
+
+def test_the_best_peer_is_the_fastest_of_them() -> None:
+    peers = [made.linear("te-delayed", 6.0), made.linear("torchao-rowwise-compiled", 5.0), made.linear("bf16", 1.0)]
+    best = best_peer(peers, "ms")
+    assert best is not None
+    assert best["rival"] == "torchao-rowwise-compiled"
+    assert best_peer([made.linear("bf16", 1.0)], "ms") is None
+
+
+def test_steps_show_ratios_to_bf16_eager_and_compiled_and_drift() -> None:
+    rows = cells(bench_tables.steps_table(Record(whole()), "vit"))
+    octavo = rows["Octavo delayed, compiled"]
+    assert octavo["Speed BF16 = 1"] == "1.49×"
+    assert octavo["Speed BF16 compiled = 1"] == "1.23×"
+    assert octavo["Speed best peer = 1"] == "1.67×"
+    assert octavo["Peak memory GiB"] == "15.00"
+    assert rows["BF16, compiled (at the end)"]["Time ms"] == "88.0"
+
+
+def test_casts_are_shares_of_copy() -> None:
+    table = bench_tables.casts_table(Record(whole()))
+    shown = [[cell.text.replace("\u00a0", " ") for cell in row] for row in table.rows]
+    assert ["16384 × 8192", "delayed"] in [row[:2] for row in shown]
+    assert "91 %" in shown[1]
+
+
+def test_the_answer_says_how_many_targets_passed_and_names_each_that_was_missed() -> None:
+    record = Record(whole())
+    missed = [row for row in record.all("target") if row["verdict"] == "miss"]
+    words = [sentence.text for sentence in sentences(record)]
+    assert words[0] == verdict_words(record)
+    assert re.match(r"Targets: \d+ passed, 1 missed, \d+ not measured here\.", words[0])
+    assert len(words) == 1 + len(missed) == 2
+    assert "Linear 8192, 768, 3072, current: 5.8 ms, 1.036 of the 5.6 ms asked" in words[1]
+
+
+def printed(rows: list[dict[str, Any]]) -> str:
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    console.print(bench_summary(rows))
+    console.file.close()
+    return console.export_text()
+
+
+def test_the_terminal_ends_with_the_targets() -> None:
+    text = printed(whole())
+    order = ["Ceilings of the device", "Casts", f"M × K × N = {SHAPE}", "Host time", "ViT-Huge", "Targets"]
+    places = [text.index(words) for words in order]
+    assert places == sorted(places)
+    assert text.rstrip().endswith("not measured here.")
+    assert "needs fused layers: not measured here" in text
+
+
+def test_where_fp8_is_emulated_the_terminal_says_so_first_and_judges_nothing() -> None:
+    text = printed(with_targets([made.run(native=False), *made.whole()[1:]]))
+    assert text.startswith("! A processor has no FP8 units")
+    assert "Verdict" not in text
+    assert "ViT-Huge, in a small form" in text
+
+
+def test_every_section_has_a_chart_or_a_table() -> None:
+    filled = {section.name: section for section in bench_sections(Record(whole()))}
+    assert not [name for name, section in filled.items() if section.absent]
+    assert [len(filled[name].charts) for name in ("casts", "linear", "host", "steps")] == [1, 1, 1, 1]
+    empty = bench_sections(Record([]))
+    assert {section.name for section in empty if not section.absent} == set()
+
+
+def test_bars_of_what_was_emulated_are_hatched_and_bf16_s_are_not() -> None:
+    chart = bench_charts.linear_chart(Record([made.run(native=False), *made.whole()[1:]]))
+    assert chart is not None
+    shapes = {trace["y"][0]: trace["marker"]["pattern"]["shape"] for trace in chart.traces}
+    assert (shapes["BF16"], shapes["Octavo delayed"]) == ("", "/")
+
+
+@pytest.mark.parametrize("kind", sorted({row["kind"] for row in made.whole()} | {"target"}))
+def test_any_one_kind_may_be_all_there_is_or_all_that_lacks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plotly.offline, "get_plotlyjs", lambda: "")
+    rows = whole()
+    assert "<h1>" in render_bench([row for row in rows if row["kind"] == kind])
+    assert "<h1>" in render_bench([row for row in rows if row["kind"] != kind])
+
+
+def test_a_row_may_lack_any_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plotly.offline, "get_plotlyjs", lambda: "")
+    rows = whole()
+    by_kind = {row["kind"]: row for row in rows}
+    for kind, row in by_kind.items():
+        for name in set(row) - {"kind"}:
+            damaged = [
+                {key: value for key, value in one.items() if key != name} if one["kind"] == kind else one
+                for one in rows
+            ]
+            assert "<h1>" in render_bench(damaged), (kind, name)
+
+
+def test_texts_of_the_rows_are_shown_and_never_run() -> None:
+    attack = "</script><script>window.attacked = true</script>"
+    rows = [row | {"reason": attack, "device_name": attack} for row in whole()]
+    page = render_bench(rows)
+    assert page.count("<script") == 3  # the figures, plotly.js and the page's own
+    assert "window.attacked = true" in page
+
+
+def test_the_page_replaces_the_old_one_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "report.html"
+    build_bench(whole(), path)
+    assert "What FP8 costs and gains here" in path.read_text(encoding="utf-8")
+    path.write_text("old")
+
+    def full(self: Path, target: Path) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        build_bench(whole(), path)
+    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
+    assert path.read_text() == "old"
+
+
+def test_the_page_needs_no_torch(tmp_path: Path) -> None:
+    record = tmp_path / "record.jsonl"
+    record.write_text("\n".join(json.dumps(row) for row in whole()))
+    code = f"""
+import sys, types, pathlib
+package = types.ModuleType("octavo"); package.__path__ = [{str(SOURCE / "octavo")!r}]
+sys.modules.update({{"octavo": package, "torch": None, "numpy": None}})
+from octavo.report.bench_page import build_bench
+from octavo.report.record import read_jsonl
+build_bench(read_jsonl(pathlib.Path({str(record)!r}))[0], pathlib.Path({str(tmp_path / "out.html")!r}))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert "<h1>" in (tmp_path / "out.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.browser
+def test_every_chart_draws_in_a_browser(tmp_path: Path) -> None:
+    chromium = check_page.find_chromium()
+    if chromium is None:
+        pytest.skip("no Chromium is installed")
+    pytest.importorskip("playwright")
+    build_bench(whole(), tmp_path / "report.html")
+    with check_page.opened_browser(chromium) as browser:
+        expected = frozenset({"casts", "linear", "host", "steps"})
+        assert check_page.page_problems(browser, tmp_path / "report.html", expected) == []

@@ -1,4 +1,4 @@
-"""amax: against numpy, for every granularity and memory order; compiled; and the Triton twin on a GPU."""
+"""amax: against numpy, of the whole, in parts, by row and by column; compiled; and the Triton twin on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.formats.edge_values import every_value, random_bits, special_float32
 from tests.kernels.matrices import SHAPES, memory_orders, with_specials
 from torch import Tensor
 
-from octavo.kernels import amax
+from octavo.kernels import amax, amax_by_row_and_column, partial_amax
 from octavo.kernels.amax import amax_reference, unsupported_reasons
 from octavo.scaling import BLOCK_1X128, COLUMN, ROW, TENSOR, Granularity
 
@@ -42,6 +42,32 @@ def test_the_largest_finite_magnitude_is_numpys(
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_and_rows_and_columns_in_one_read_are_numpys(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x = with_specials(torch.randn(shape) * 100).to(dtype)
+    for _, view in memory_orders(x):
+        check_parts(view, x)
+
+
+def check_parts(view: Tensor, x: Tensor) -> None:
+    """Of `view`, which may lie on a GPU, with the values of x."""
+    partial = partial_amax(view)
+    assert partial.dim() == 1
+    assert partial.dtype == torch.float32
+    assert torch.equal(partial.amax().cpu(), by_numpy(x, TENSOR))
+    for row, column in ((True, True), (True, False), (False, True), (False, False)):
+        found = amax_by_row_and_column(view, row, column)
+        for wanted, one, granularity in ((row, found[0], ROW), (column, found[1], COLUMN)):
+            assert (one is not None) == wanted
+            if one is not None:
+                expected = by_numpy(x, granularity)
+                assert one.dtype == torch.float32
+                assert one.shape == expected.shape
+                assert one.is_contiguous()
+                assert torch.equal(one.cpu(), expected)
+
+
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=repr)
 def test_each_value_of_bf16_and_fp16_counts_unless_it_is_not_finite(granularity: Granularity) -> None:
     for dtype in (torch.bfloat16, torch.float16):
@@ -57,11 +83,22 @@ def test_literal_amaxes() -> None:
     assert amax(x, ROW).tolist() == [[3.0], [2.0]]
     assert amax(x, COLUMN).tolist() == [[1.0, 3.0, 2.0]]
     assert amax(torch.full((2, 2), math.nan)).item() == 0.0
+    assert partial_amax(x).tolist() == [3.0]
+    assert partial_amax(torch.full((2, 2), -math.inf)).tolist() == [0.0]
+    by_row, by_column = amax_by_row_and_column(x)
+    assert by_row is not None
+    assert by_column is not None
+    assert (by_row.tolist(), by_column.tolist()) == ([[3.0], [2.0]], [[1.0, 3.0, 2.0]])
 
 
 def test_a_float64_that_float32_cannot_hold_is_left_out() -> None:
     x = torch.tensor([[1e300, 5.0]], dtype=torch.float64)
     assert amax(x).item() == 5.0
+    assert partial_amax(x).max().item() == 5.0
+    by_row, by_column = amax_by_row_and_column(x)
+    assert by_row is not None
+    assert by_column is not None
+    assert (by_row.tolist(), by_column.tolist()) == ([[5.0]], [[0.0, 5.0]])
 
 
 def test_what_is_no_matrix_or_no_granularity_of_the_kernel_is_refused() -> None:
@@ -69,6 +106,9 @@ def test_what_is_no_matrix_or_no_granularity_of_the_kernel_is_refused() -> None:
         amax(torch.ones(2, 3, 4))
     with pytest.raises(ValueError, match=r"found torch.int64 of shape \(2, 3\)"):
         amax(torch.ones(2, 3, dtype=torch.int64))
+    for function in (partial_amax, amax_by_row_and_column):
+        with pytest.raises(ValueError, match=r"floating-point matrix \[M, K\], found torch.float32 of shape \(3,\)"):
+            function(torch.ones(3))  # type: ignore[operator]
     with pytest.raises(ValueError, match=r"found granularity 1x128: use scaling.block_amax"):
         amax(torch.ones(2, 3), BLOCK_1X128)
 
@@ -82,10 +122,28 @@ def test_compiled_into_one_graph_it_gives_the_same(granularity: Granularity) -> 
         assert torch.equal(compiled(x), amax(x * 2, granularity))
 
 
-def test_the_operator_describes_itself_rightly() -> None:
-    for granularity in GRANULARITIES:
-        for x in (torch.randn(5, 7), torch.randn(7, 5).t(), torch.randn(0, 5)):
-            torch.library.opcheck(torch.ops.octavo.amax.default, (x, granularity.name))
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
+def test_compiled_into_one_graph_parts_and_both_are_the_same(wanted: tuple[bool, bool]) -> None:
+    torch._dynamo.reset()
+
+    def everything(x: Tensor) -> tuple[Tensor | None, ...]:
+        return partial_amax(x * 2).amax(), *amax_by_row_and_column(x * 2, *wanted)
+
+    compiled = torch.compile(everything, fullgraph=True, backend="aot_eager", dynamic=True)
+    for shape in ((5, 7), (3, 9), (0, 9), (8, 0)):
+        x = with_specials(torch.randn(shape))
+        for found, expected in zip(compiled(x), everything(x), strict=True):
+            assert (found is None) == (expected is None)
+            if found is not None and expected is not None:
+                assert found.shape == expected.shape
+                assert torch.equal(found, expected)
+
+
+def test_the_operators_describe_themselves_rightly() -> None:
+    for x in (torch.randn(5, 7), torch.randn(7, 5).t(), torch.randn(0, 5)):
+        torch.library.opcheck(torch.ops.octavo.partial_amax.default, (x,))
+        for row, column in ((True, True), (True, False), (False, True)):
+            torch.library.opcheck(torch.ops.octavo.amax_by_row_and_column.default, (x, row, column))
 
 
 def test_a_tensor_off_the_gpu_takes_the_reference_and_says_why() -> None:
@@ -101,6 +159,7 @@ def test_triton_and_reference_agree_to_the_bit(granularity: Granularity, dtype: 
         x = with_specials(torch.randn(shape, device="cuda") * 100).to(dtype)
         for _, view in memory_orders(x):
             assert torch.equal(amax(view, granularity), amax_reference(view, granularity))
+            check_parts(view, x.cpu())
     for x in (
         special_float32().reshape(3, 6),
         random_bits((3163, 3163), torch.float32),

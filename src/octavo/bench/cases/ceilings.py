@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.bench.cuda_graphs import num_sets
 from octavo.bench.operands import Cast, current_cast, rowwise_cast
 from octavo.bench.roofline import matmul_flops
 from octavo.bench.session import Session, reason_of
@@ -47,8 +48,8 @@ def measure_copy(session: Session) -> None:
 
 def _measure_products(session: Session, shape: Shape) -> None:
     m, k, n = shape
-    a = torch.randn(m, k, device=session.device, dtype=torch.bfloat16)
-    b = torch.randn(n, k, device=session.device, dtype=torch.bfloat16)
+    sets = num_sets(k * (m + n), session.cache_bytes)  # of the FP8 codes, the smallest of all operands
+    pairs = [(_normal(session, m, k), _normal(session, n, k)) for _ in range(sets)]
     makers: dict[str, Product] = {
         "bf16": lambda a, b: lambda: a @ b.t(),
         "fp8_tensor": tensor_product,
@@ -57,9 +58,9 @@ def _measure_products(session: Session, shape: Shape) -> None:
     }
     abouts, measures = {}, {}
     for name, make in makers.items():
-        about = {"kind": "ceiling", "name": name, "shape": list(shape), "method": session.timer.method}
+        about = {"kind": "ceiling", "name": name, "shape": list(shape), "method": session.timer.method, "sets": sets}
         try:
-            measures[name] = _prepared(session, make(a, b))
+            measures[name] = _prepared(session, [make(a, b) for a, b in pairs])
             abouts[name] = about
         except Exception as error:  # torch refuses a kind here: that is the finding
             session.skipped(about, reason_of(error))
@@ -69,9 +70,13 @@ def _measure_products(session: Session, shape: Shape) -> None:
         session.measured(abouts[name], figures)
 
 
-def _prepared(session: Session, call: Call) -> Measure:
-    call()  # what torch refuses it refuses here, outside of a capture
-    return session.timer.prepare([call])
+def _normal(session: Session, rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, device=session.device, dtype=torch.bfloat16)
+
+
+def _prepared(session: Session, calls: list[Call]) -> Measure:
+    calls[0]()  # what torch refuses it refuses here, outside of a capture
+    return session.timer.prepare(calls)
 
 
 def tensor_product(a: Tensor, b: Tensor, fast: bool = True) -> Call:

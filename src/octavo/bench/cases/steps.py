@@ -29,12 +29,19 @@ def measure_steps(session: Session) -> None:
     """Rows `step`: every variant of every model; BF16 once more at the end, so that drift shows."""
     variants = chosen_variants(session)
     models = session.settings.models
+    if any(variant.compiled for variant in variants):
+        load_compiler(session.device)
     for place, key in enumerate(models):
         session.deadline.begin(_WEIGHTS[key], [_WEIGHTS[later] for later in models[place + 1 :]])
         try:
             measure_model(session, CASES[key], variants)
         finally:
             session.deadline.end()
+
+
+def load_compiler(device: torch.device) -> None:
+    """Let the compiler load what it needs once, so that the first variant's warm-up does not pay for all of them."""
+    torch.compile(torch.sin)(torch.ones(16, device=device, requires_grad=True)).sum().backward()
 
 
 def measure_model(session: Session, case: ModelCase, variants: list[Variant]) -> None:
@@ -72,7 +79,11 @@ def seconds_needed(session: Session, case: ModelCase, variant: Variant) -> float
 
 
 def step_figures(session: Session, case: ModelCase, variant: Variant, samples: int) -> Row:
-    """Train a fresh model for a few steps -> time, rate, memory."""
+    """Train a fresh model for a few steps -> time, rate, memory.
+
+    `build_s` is building, converting and, for a captured variant, capturing; `warm_s` the first steps, in which the
+    compiler works.
+    """
     session.forget_compiled()
     session.release()
     small = not session.on_gpu
@@ -82,18 +93,21 @@ def step_figures(session: Session, case: ModelCase, variant: Variant, samples: i
     training = prepare_training(
         case, variant, small=small, samples=samples, device=session.device, seed=session.settings.seed
     )
+    session.synchronise()
+    built = time.perf_counter()
     warm_up, count = (3, 6) if session.settings.quick or small else (6, 12)
     for _ in range(warm_up):
         training.step()
     session.synchronise()
-    warm_s = time.perf_counter() - start
+    warmed = time.perf_counter()
     # A replay allocates nothing: what a graph holds was allocated when it was captured, and counts from then on.
     if session.on_gpu and not variant.graph:
         torch.cuda.reset_peak_memory_stats(session.device)
     timing = timed_steps(training.step, count, session.synchronise)
     sizes = case.small if small else case.sizes
     things = samples * case.per_sample(sizes)
-    figures = timing.row() | {"per_s": things / timing.median, "unit": case.unit, "warm_s": round(warm_s, 2)}
+    figures = timing.row() | {"per_s": things / timing.median, "unit": case.unit}
+    figures |= {"build_s": round(built - start, 2), "warm_s": round(warmed - built, 2)}
     figures |= {"converted": training.layers, "parameters": training.parameters, "loss": float(training.loss())}
     return figures | memory_figures(session)
 

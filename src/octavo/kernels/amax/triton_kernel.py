@@ -99,13 +99,16 @@ def partial_amax_triton(x: Tensor) -> Tensor:
 
 def amax_by_row_and_column_triton(x: Tensor, row: bool, column: bool) -> tuple[Tensor | None, Tensor | None]:
     """As `octavo.kernels.amax.amax_by_row_and_column`, for an x of at least one element on such a device."""
-    if x.stride(1) != 1 and x.stride(0) == 1:
-        by_column, by_row = amax_by_row_and_column_triton(x.t(), column, row)
-        return (
-            None if by_row is None else by_row.reshape(-1, 1),
-            None if by_column is None else by_column.reshape(1, -1),
-        )
-    x = _with_contiguous_rows(x)
+    if x.dtype == torch.float64:
+        x = x.float()
+    if x.stride(1) != 1:
+        if x.stride(0) == 1:
+            by_column, by_row = amax_by_row_and_column_triton(x.t(), column, row)
+            return (
+                None if by_row is None else by_row.reshape(-1, 1),
+                None if by_column is None else by_column.reshape(1, -1),
+            )
+        x = x.contiguous()
     rows, columns = x.shape
     by_row = x.new_zeros((rows, 1), dtype=torch.float32) if row else None
     by_column = x.new_zeros((1, columns), dtype=torch.float32) if column else None

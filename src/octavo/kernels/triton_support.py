@@ -36,15 +36,21 @@ def device_reasons(device: torch.device) -> list[str]:
 
 
 @functools.cache
-def runs_compiled(index: int | None, format_name: str = E4M3.name) -> bool:
-    """True if compiled code for CUDA device `index` takes the Triton kernels, for codes of the format called so."""
+def runs_on(index: int | None, format_name: str = E4M3.name) -> bool:
+    """True if CUDA device `index` runs the Triton kernels, for codes of the format called so."""
     return format_name in (E4M3.name, E5M2.name) and not device_reasons(torch.device("cuda", index or 0))
 
 
-# Dynamo runs it while it traces. (torch.compiler.assume_constant_result sets this, and imports Dynamo to do so.)
+def runs_compiled(index: int | None, format_name: str = E4M3.name) -> bool:
+    """`runs_on` for code that is being traced."""
+    return runs_on(index, format_name)
+
+
+# Dynamo runs it while it traces, which it would not do for what functools.cache makes.
+# (torch.compiler.assume_constant_result sets this, and imports Dynamo to do so.)
 runs_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def uses_triton(x: Tensor) -> bool:
     """True if the Triton twin runs for x."""
-    return x.is_cuda and runs_compiled(x.device.index)
+    return x.is_cuda and runs_on(x.device.index)

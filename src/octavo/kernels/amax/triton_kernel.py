@@ -18,8 +18,8 @@ from torch import Tensor
 from octavo.kernels.launcher import Launcher, specialization
 
 # Elements of a block of a whole matrix: 32 a thread, four 16-byte loads of bf16 in flight.
-_BLOCK = 8192
-WARPS = 8
+_BLOCK = 16384
+WARPS = 16
 _NARROW = 64
 # At most so many programs, two for each multiprocessor of an H200; a power of two, as cast_transpose reads them.
 _MOST_PARTIALS = 256

@@ -26,7 +26,7 @@ from octavo.kernels.cast_transpose.reference import cast_transpose_reference
 from octavo.kernels.cast_transpose.rule import ScaleRule
 from octavo.kernels.layout import padded
 from octavo.kernels.library import register
-from octavo.kernels.triton_support import device_reasons, runs_compiled
+from octavo.kernels.triton_support import device_reasons, runs_compiled, runs_on
 
 
 class CastOutput(NamedTuple):
@@ -103,7 +103,7 @@ def _launch(
     column_sum: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     _check(x, rowwise, columnwise)
-    if x.is_cuda and x.numel() and runs_compiled(x.device.index, format.name):
+    if x.is_cuda and x.numel() and runs_on(x.device.index, format.name):
         from octavo.kernels.cast_transpose.triton_kernel import cast_transpose_triton
 
         return cast_transpose_triton(x, format, rowwise, columnwise, rule, gathered, inf_to_nan, column_sum)

@@ -18,6 +18,7 @@ from octavo.kernels.library import register
 from octavo.kernels.scaled_mm.native import (
     device_reasons,
     multiplies,
+    multiplies_on,
     scaled_mm_native,
     shape_reasons,
     unsupported_reasons,
@@ -59,7 +60,7 @@ def scaled_mm(
 
 def runs_natively(a: Tensor, b: Tensor) -> bool:
     """True if `scaled_mm` of these codes runs on FP8 units rather than by emulation."""
-    return a.is_cuda and multiplies(a.device.index) and not shape_reasons(a, b)
+    return a.is_cuda and multiplies_on(a.device.index) and not shape_reasons(a, b)
 
 
 def _launch(

@@ -32,9 +32,14 @@ def device_reasons(device: torch.device) -> list[str]:
 
 
 @functools.cache
-def multiplies(index: int | None) -> bool:
+def multiplies_on(index: int | None) -> bool:
     """True if CUDA device `index` has FP8 products."""
     return not device_reasons(torch.device("cuda", index or 0))
+
+
+def multiplies(index: int | None) -> bool:
+    """`multiplies_on` for code that is being traced."""
+    return multiplies_on(index)
 
 
 # Dynamo runs it while it traces. (torch.compiler.assume_constant_result sets this, and imports Dynamo to do so.)

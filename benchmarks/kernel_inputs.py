@@ -34,6 +34,9 @@ def layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     wide = x.new_zeros(rows, 2 * columns)
     wide[:, ::2] = x
     yield "strided", wide[:, ::2]
+    wide_t = x.new_zeros(2 * columns, rows)
+    wide_t[::2] = x.t()
+    yield "strided and transposed", wide_t[::2].t()
     flat = x.new_zeros(x.numel() + 1)
     flat[1:] = x.flatten()
     yield "offset", flat[1:].view(rows, columns)

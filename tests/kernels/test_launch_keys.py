@@ -13,11 +13,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.kernels.variants import Launch, launches_of, specialized  # noqa: E402
+from tests.kernels.variants import Launch, launches_of, specialized
 
-from octavo.formats import E4M3, E5M2  # noqa: E402
-from octavo.kernels.amax import triton_kernel as amax_kernels  # noqa: E402
-from octavo.kernels.cast_transpose import triton_kernel as cast_kernels  # noqa: E402
+from octavo.formats import E4M3, E5M2
+from octavo.kernels.amax import triton_kernel as amax_kernels
+from octavo.kernels.cast_transpose import triton_kernel as cast_kernels
 
 pytestmark = pytest.mark.skipif(
     not hasattr(cast_kernels.cast_transpose_kernel, "cache_key"), reason="kernels are interpreted in this process"

@@ -65,7 +65,7 @@ def fake_tensor(address: int, index: int | None = 0) -> Any:
 
 
 @pytest.fixture
-def cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def cards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several CUDA devices, each with its stream."""
     Device.current, Device.visited = 0, []
 
@@ -79,7 +79,6 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: Device.current)
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1000 + index, raising=False)
-    yield
 
 
 @pytest.mark.usefixtures("cards")

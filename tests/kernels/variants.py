@@ -47,7 +47,9 @@ def launches_of(
 
 def specialized(kernel: Any, launch: Launch, capability: int = HOPPER) -> list[tuple[str, Any]]:
     """For each argument its type and what Triton's own binder says of it ("D": a multiple of 16)."""
-    bind = create_function_from_signature(kernel.signature, kernel.params, CUDABackend(GPUTarget("cuda", capability, 32)))
+    bind = create_function_from_signature(
+        kernel.signature, kernel.params, CUDABackend(GPUTarget("cuda", capability, 32))
+    )
     _, specialization, _ = bind(*launch.arguments)
     return list(specialization)
 

@@ -55,7 +55,7 @@ def cast(name: str, of_copy: float, shape: tuple[int, int] = (16384, 8192)) -> R
         "ms_p90": 0.1,
         "per_s": of_copy * 4e12,
         "of_copy": of_copy,
-        "of_same_copy": 1,
+        "of_same_copy": of_copy,
     }
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -64,6 +66,16 @@ def test_every_model_of_the_settings_is_defined() -> None:
     assert set(CASES) == set(MODELS)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Threads that wait for busy cores would take most of the time of so small a model."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("key", ["bf16", "octavo-delayed", "octavo-current"])
 def test_training_lowers_the_loss(key: str) -> None:
     pytest.importorskip("transformers")

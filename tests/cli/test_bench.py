@@ -112,10 +112,12 @@ def test_help_shows_an_example_and_the_exit_codes() -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        (made.linear("bf16", 8.0), "linear 8192 x 768 x 3072 bf16: 8 ms"),
+        (made.linear("bf16", 8.0), "linear 8192 x 768 x 3072 bf16: 8 ms, 1x bf16"),
         (made.linear("te-block", None), "linear 8192 x 768 x 3072 te-block failed: RuntimeError: no kernel image"),
         (made.step("bf16", 104.0), "step vit bf16: 104 ms, 20 GiB"),
-        (made.host("bf16", 190.0, 1.0), "host 256 x 1024 x 1024 bf16 forward+backward: 190 us"),
+        (made.host("bf16", 190.0, 1.0), "host 256 x 1024 x 1024 bf16 forward+backward: 190 us, 1x bf16"),
+        (made.cast("delayed", 0.9), "cast 16384 x 8192 delayed: 0.1 ms, 90 % of a copy of this"),
+        (made.whole()[1], "ceiling 1073741824 copy: 4 TB/s"),
         (made.section("casts"), "casts done in 12.5 s"),
         (made.run(), ""),
     ],

@@ -94,6 +94,14 @@ def test_steps_show_ratios_to_bf16_eager_and_compiled_and_drift() -> None:
     assert octavo["Speed best peer = 1"] == "1.67×"
     assert octavo["Peak memory GiB"] == "15.00"
     assert rows["BF16, compiled (at the end)"]["Time ms"] == "88.0"
+    notes = [note.replace("\u00a0", " ") for note in bench_tables.steps_table(Record(whole()), "vit").notes]
+    assert "BF16, compiled: +2.3 % at the end." in notes  # 88 against 86
+
+
+def test_the_same_measured_twice_shows_the_noise() -> None:
+    rows = [made.linear("bf16", 8.0), made.linear("bf16-again", 7.92)]
+    (note,) = bench_tables.linear_table(Record(rows), SHAPE).notes
+    assert note.replace("\u00a0", " ") == "The same twice: BF16 differs by −1.0 %, which is noise."
 
 
 def test_casts_are_shares_of_copy() -> None:

@@ -19,6 +19,16 @@ from octavo.report.bench_page import build_bench
 from octavo.report.bench_terminal import bench_summary
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
+# What a line says of a row: the field, in which words, and what it is multiplied by.
+_FIGURES = (
+    ("ms", "{:.4g} ms", 1.0),
+    ("us", "{:.4g} us", 1.0),
+    ("speedup", "{:.3g}x bf16", 1.0),
+    ("ratio", "{:.3g}x bf16", 1.0),
+    ("of_same_copy", "{:.3g} % of a copy of this", 100.0),
+    ("target_ms", "target {:.4g} ms", 1.0),
+    ("peak_gib", "{:.4g} GiB", 1.0),
+)
 
 OnlyOption = Annotated[
     str | None,
@@ -162,7 +172,7 @@ def said_of(row: dict[str, Any]) -> str:
     about = " ".join(str(part) for part in (kind, row.get("model"), shape, name, row.get("pass")) if part)
     if status != "measured":
         return f"{about} {status}: {row['reason']}"
-    figures = [
-        f"{row[key]:.4g} {unit}" for key, unit in (("ms", "ms"), ("us", "us"), ("peak_gib", "GiB")) if row.get(key)
-    ]
-    return f"{about}: {', '.join(figures)}"
+    words = [form.format(row[key] * factor) for key, form, factor in _FIGURES if isinstance(row.get(key), (int, float))]
+    if kind == "ceiling":
+        words.append(f"{row['per_s'] / 1e12:.4g} T{row['unit']}")
+    return f"{about}: {', '.join(words)}"

@@ -116,7 +116,7 @@ def linear_table(record: Record, shape: str) -> Table:
         Column("Of ceiling"),
         _NOTE,
     ]
-    notes = []
+    notes = _noise(group, "bf16", "bf16-again", "The same twice")
     if any(_OTHER_METHOD in row[1].text for row in rows):
         notes.append(
             f"{_OTHER_METHOD} the sum of its kernels' times: it could not be captured. Gaps do not count there."
@@ -191,7 +191,14 @@ def steps_table(record: Record, model: str, kind: str = "step") -> Table:
         Column("Warm-up", "s"),
         _NOTE,
     ]
-    return _with_notes(Table(model, columns, rows))
+    drift = [
+        f"{look(text(first, 'rival')).label}: {_change(first, last)} at the end."
+        for last in measured(group, "ms")
+        if last.get("repeat") is True
+        for first in measured(group, "ms")[:-1]
+        if text(first, "rival") == text(last, "rival") and first is not last
+    ]
+    return _with_notes(Table(model, columns, rows, drift))
 
 
 def batch_table(record: Record) -> Table:
@@ -254,6 +261,20 @@ def _figure(row: Row, key: str) -> str:
 
 def _figure_of(group: list[Row], rival: str, key: str) -> float | None:
     return next((number(row, key) for row in measured(group, key) if text(row, "rival") == rival), None)
+
+
+def _change(first: Row, second: Row) -> str:
+    """By how much a second measurement of the same thing differs."""
+    before, after = number(first, "ms"), number(second, "ms")
+    return ABSENT if not before or after is None else percent(100 * (after / before - 1), 1)
+
+
+def _noise(group: list[Row], one: str, other: str, words: str) -> list[str]:
+    """A note on how far two measurements of the same thing are apart."""
+    found = {text(row, "rival"): row for row in measured(group, "ms")}
+    if one not in found or other not in found:
+        return []
+    return [f"{words}: {look(one).label} differs by {_change(found[one], found[other])}, which is noise."]
 
 
 def _spread(row: Row, unit: str) -> str:

@@ -9,19 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from octavo.bench.cases.steps import measure_variant, step_figures
+from octavo.bench.cases.steps import load_compiler, measure_variant, seconds_needed, step_figures
 from octavo.bench.models import CASES
 from octavo.bench.record import Row
 from octavo.bench.session import Session, reason_of
 from octavo.bench.variants import parse_variant, variant_reason
 
 MODEL = "vit"
-WITHIN_LIMIT = ("bf16-compiled", "octavo-delayed-compiled", "octavo-current-compiled")
+WITHIN_LIMIT = ("bf16", "octavo-delayed", "bf16-compiled", "octavo-delayed-compiled")
 # The article compiled the whole model, and doubled the batch in FP8.
 DOUBLED = (("bf16-whole", 32), ("octavo-current-whole", 64), ("octavo-delayed-whole", 64), ("bf16-whole", 64))
 _PROBES = (8, 24)
 _MOST_STEPS = 3
-_SECONDS = 100.0
+# A search trains at four or five sizes.
+_TRAININGS = 5
 
 
 def measure_article(session: Session) -> None:
@@ -30,10 +31,11 @@ def measure_article(session: Session) -> None:
         about: Row = {"kind": "batch_limit", "model": MODEL, "rival": "bf16"}
         session.skipped(about, "it is about the memory of a GPU")
         return
-    for key, samples in DOUBLED:
-        measure_variant(session, CASES[MODEL], parse_variant(key), samples, kind="article_step")
     for key in WITHIN_LIMIT:
         _measure_limit(session, key)
+    load_compiler(session.device)
+    for key, samples in DOUBLED:
+        measure_variant(session, CASES[MODEL], parse_variant(key), samples, kind="article_step")
 
 
 def _measure_limit(session: Session, key: str) -> None:
@@ -42,7 +44,7 @@ def _measure_limit(session: Session, key: str) -> None:
     reason = case.reason() or variant_reason(variant, session.device)
     if reason is not None:
         session.skipped(about, reason)
-    elif session.fits(about, _SECONDS):
+    elif session.fits(about, _TRAININGS * seconds_needed(session, case, variant)):
         with session.recorded_if_failed(about):
             found = largest_batch(lambda samples: step_figures(session, case, variant, samples), limit)
             if found is None:

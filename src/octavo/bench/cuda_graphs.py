@@ -9,6 +9,9 @@ import torch
 
 from octavo.bench.timing import KERNELS, Call, Measure
 
+# Where torch does not say how large the L2 is: as large as any has been (Blackwell's 126 MB).
+_LARGE_L2 = 126 << 20
+
 
 class CudaGraphs:
     """Captures calls into a CUDA graph on a stream of their own, and times a replay by events."""
@@ -86,7 +89,7 @@ def l2_bytes(device: torch.device) -> int:
     """The size of the device's L2 cache; 0 for a CPU."""
     if device.type != "cuda":
         return 0
-    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", _LARGE_L2))
 
 
 def num_sets(bytes_of_one: int, cache: int, most: int = 8) -> int:

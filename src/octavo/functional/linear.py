@@ -22,6 +22,8 @@ from octavo.kernels import padded, runs_natively, scaled_mm
 from octavo.runtime import LinearPlan
 from octavo.tensor import Operand, QuantizedTensor, operand_of
 
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
 
 def linear(
     x: Tensor,
@@ -154,10 +156,12 @@ def _fprop(
         if padded(num_out) != num_out:
             bias = torch.nn.functional.pad(bias, (0, padded(num_out) - num_out))
     y = scaled_mm(codes, w_codes, scale, w_scale, bias, out_dtype, plan.accumulate.fprop)
+    if x.dim() == 2 and y.shape[1] == num_out and not torch.compiler.is_compiling() and y.shape[0] == x.shape[0]:
+        return y
     lead = x.shape[:-1]
     # A view made inside an autograd Function could not be changed in place by the user; this one is not known as a
     # view.
-    shaped: Tensor = torch.ops.aten._unsafe_view.default(_unpadded(y, lead.numel(), num_out), (*lead, num_out))
+    shaped: Tensor = _unsafe_view(_unpadded(y, lead.numel(), num_out), (*lead, num_out))
     return shaped
 
 

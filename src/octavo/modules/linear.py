@@ -98,11 +98,12 @@ class FP8LinearMixin(nn.Module):
         name = "" if torch.compiler.is_compiling() else self.layer_name or type(self).__name__
         plan = plan_linear(call, self.delayed_state, name, self.observer)
         if call.recipe.delayed is not None and not torch.compiler.is_compiling():
-            self._notice_forgotten_update()
+            self._notice_forgotten_update(weight)
         operand = None if cached_weight is None else self._cached(weight, plan, cached_weight)
         out_dtype = _out_dtype(x)
         # Under torch.autocast a product's input has its dtype: there the compiler casts as it writes what came before.
-        return linear(x.to(out_dtype), weight, self.added_bias(), plan, out_dtype, operand)
+        x = x if x.dtype is out_dtype else x.to(out_dtype)
+        return linear(x, weight, self.added_bias(), plan, out_dtype, operand)
 
     def _high_precision(self, x: Tensor, weight: Tensor, call: Call) -> Tensor:
         if isinstance(weight, QuantizedTensor):
@@ -128,12 +129,12 @@ class FP8LinearMixin(nn.Module):
         self._weight_cache = (weakref.ref(self.weight), contents, plan.weight_spec, operand)
         return operand
 
-    def _notice_forgotten_update(self) -> None:
+    def _notice_forgotten_update(self, weight: Tensor) -> None:
         """Warn once if the optimizer has stepped and no update has followed."""
         state = self.delayed_state
-        if not torch.is_grad_enabled() or _version(self.weight) == state.weight_version:
+        if not torch.is_grad_enabled() or _version(weight) == state.weight_version:
             return
-        state.weight_version = _version(self.weight)
+        state.weight_version = _version(weight)
         state.stale_steps += 1
         if state.stale_steps == _STALE_STEPS + 1:
             # The other layers have nothing to add.

@@ -24,15 +24,7 @@ from octavo.runtime.autocast import (
     recipe_in_force,
     trains,
 )
-from octavo.runtime.layer_state import LayerState
-from octavo.tensor import UsedScale
-
-
-class UsedScales(NamedTuple):
-    """The scales that a forward cast its operands with."""
-
-    input: UsedScale
-    weight: UsedScale
+from octavo.runtime.layer_state import LayerState, UsedScales
 
 
 class Call(NamedTuple):
@@ -106,7 +98,10 @@ def layer_call(state: LayerState, own: Recipe | None, name: str | None) -> Call:
         call = used = repeated
     else:
         call = _fresh_call(state, own, name)
-        used = _fixed(call)
+        if call.recipe is not None and call.recipe.delayed is not None:
+            # A tape keeps the scales of every call, a layer those of its last one.
+            call = call._replace(used=state.noted_scales() if tape is None else UsedScales())
+        used = call if call.used is None else call._replace(gather=False, used=None, repeats=call.used)
         if tape is not None:
             tape.record(used)
     if torch.is_grad_enabled():
@@ -131,14 +126,7 @@ def _fresh_call(state: LayerState, own: Recipe | None, name: str | None) -> Call
         if context is not None:
             state.context = context
     flags = state.input.from_data, state.weight.from_data, state.grad_output.from_data
-    # Compiled code never runs a recompute through here, and would make outputs of what is noted.
-    used = None if torch.compiler.is_compiling() else UsedScales(UsedScale(), UsedScale())
-    return Call(recipe, gather, used, from_data=flags)
-
-
-def _fixed(call: Call) -> Call:
-    """The call as its recompute runs it: with the scales that it will have used."""
-    return call._replace(gather=False, used=None, repeats=call.used)
+    return Call(recipe, gather, from_data=flags)
 
 
 def _repeated_call(state: LayerState) -> Call | None:

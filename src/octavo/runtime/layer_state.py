@@ -16,11 +16,23 @@ from torch import Tensor, nn
 
 from octavo.recipes import DelayedUpdate, Recipe
 from octavo.recipes.recipe import OPERANDS
-from octavo.tensor import OperandState
+from octavo.tensor import OperandState, UsedScale
 
 # One of the two globals of Octavo; a list, since its order must be the same on all ranks.
 _REGISTRY: list[weakref.ref[LayerState]] = []
 _REGISTERING = threading.Lock()
+
+
+# What a copy of a state makes for itself.
+_ANEW = {"plan": None, "_noted": None}
+
+
+class UsedScales:
+    """The scales that a forward cast its input and its weight with."""
+
+    def __init__(self) -> None:
+        self.input = UsedScale()
+        self.weight = UsedScale()
 
 
 class LayerState:
@@ -35,6 +47,7 @@ class LayerState:
         takes_part: with several ranks, its amaxes are agreed on at the end of each context; those of a copy not before
             it has gathered some itself.
         stale_steps: optimizer steps seen since the last update, to notice a forgotten one.
+        plan: the plan of the last call and what it was made for.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -48,7 +61,15 @@ class LayerState:
         self.takes_part = True
         self.weight_version = (-1, -1)
         self.stale_steps = 0
+        self.plan: Any = None
+        self._noted: tuple[UsedScales, UsedScales] | None = None
         _register(self)
+
+    def noted_scales(self) -> UsedScales:
+        """Where the scales of the last forward are noted: of one with gradients, or of one without."""
+        if self._noted is None:
+            self._noted = UsedScales(), UsedScales()
+        return self._noted[torch.is_grad_enabled()]
 
     @property
     def operands(self) -> tuple[OperandState, OperandState, OperandState]:
@@ -124,7 +145,7 @@ class LayerState:
             operand.move(device)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "used": None, "used_without_grad": None, "context": None, "takes_part": False}
+        return {**self.__dict__, "used": None, "used_without_grad": None, "context": None, "takes_part": False, **_ANEW}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

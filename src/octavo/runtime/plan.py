@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 from octavo.recipes import Accumulate, OperandName
 from octavo.runtime.checkpointing import Call
 from octavo.runtime.counting import GemmCount, current_count
@@ -37,7 +39,23 @@ class LinearPlan(NamedTuple):
 
 
 def plan_linear(call: Call, state: LayerState, name: str, observer: Observer | None = None) -> LinearPlan:
-    """The plan of one call, whose recipe is not None."""
+    """The plan of one call, whose recipe is not None; that of the call before, if it was the same."""
+    if torch.compiler.is_compiling():
+        return _planned(call, state, name, observer, None)
+    counter = current_count()
+    # Numbers and objects that compare by identity first.
+    made_for = (call, name, observer, counter)
+    if state.plan is not None and state.plan[0] == made_for:
+        plan: LinearPlan = state.plan[1]
+        return plan
+    plan = _planned(call, state, name, observer, counter)
+    state.plan = (made_for, plan)
+    return plan
+
+
+def _planned(
+    call: Call, state: LayerState, name: str, observer: Observer | None, counter: GemmCount | None
+) -> LinearPlan:
     assert call.recipe is not None, "a layer in high precision needs no plan"
     specs = call.recipe.linear
     delayed = call.recipe.delayed is not None
@@ -46,8 +64,9 @@ def plan_linear(call: Call, state: LayerState, name: str, observer: Observer | N
     grad_quantizer: Quantizer
     if delayed:
         from_x, from_w, from_dy = call.from_data
-        fixed_x, fixed_w = (None, None) if call.repeats is None else (used.scale for used in call.repeats)
-        note_x, note_w = (None, None) if call.used is None else call.used
+        used, repeats = call.used, call.repeats
+        note_x, note_w = (None, None) if used is None else (used.input, used.weight)
+        fixed_x, fixed_w = (None, None) if repeats is None else (repeats.input.scale, repeats.weight.scale)
         input_quantizer = DelayedQuantizer(
             specs.input, state.input, gather=call.gather, from_data=from_x, scale=fixed_x, used=note_x
         )
@@ -72,7 +91,7 @@ def plan_linear(call: Call, state: LayerState, name: str, observer: Observer | N
         specs.wgrad_fp8,
         specs.weight,
         name,
-        current_count(),
+        counter,
     )
 
 

@@ -23,9 +23,14 @@ WARPS = 16
 _NARROW = 64
 # At most so many programs, two for each multiprocessor of an H200; a power of two, as cast_transpose reads them.
 _MOST_PARTIALS = 256
-# Extents of a block by row and column: 256 bytes of a row of bf16, and few atomics an element.
-_BLOCK_ROWS = 128
-_BLOCK_COLUMNS = 128
+# By row and column: extents of a block, 512 bytes of a row of bf16, and how many a program takes one below the other, so
+# that it meets others in few atomics; of a small matrix fewer, to fill the card.
+_BLOCK_ROWS = 32
+_BLOCK_COLUMNS = 256
+_BLOCKS = 4
+_BLOCKS_LARGE = 16
+_LARGE = 1 << 25
+_WARPS_BY_ROW_AND_COLUMN = 8
 
 
 @triton.jit
@@ -69,19 +74,26 @@ def amax_by_row_and_column_kernel(
     HAS_COLUMN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """One block of x [rows, columns] (rows contiguous) -> its part of by_row [rows] and by_column [columns], by max."""
+    """BLOCKS blocks of x [rows, columns] (rows contiguous), one below the other.
+
+    -> their part of by_row [rows] and by_column [columns], by max.
+    """
     tiles_wide = tl.cdiv(columns, BLOCK_COLUMNS)
-    row = (tl.program_id(0) // tiles_wide).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    first = (tl.program_id(0) // tiles_wide).to(tl.int64) * (BLOCK_ROWS * BLOCKS) + tl.arange(0, BLOCK_ROWS)
     column = (tl.program_id(0) % tiles_wide).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    magnitude = finite_magnitude(
-        tl.load(x + row[:, None] * stride_row + column[None, :], mask=inside, other=0.0)
-    )
-    if HAS_ROW:
-        tl.atomic_max(by_row + row, tl.max(magnitude, axis=1), mask=row < rows, sem="relaxed")
+    largest = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    for block in range(BLOCKS):
+        row = first + block * BLOCK_ROWS
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        source = x + row[:, None] * stride_row + column[None, :]
+        magnitude = finite_magnitude(tl.load(source, mask=inside, other=0.0))
+        if HAS_ROW:
+            tl.atomic_max(by_row + row, tl.max(magnitude, axis=1), mask=row < rows, sem="relaxed")
+        largest = tl.maximum(largest, magnitude)
     if HAS_COLUMN:
-        tl.atomic_max(by_column + column, tl.max(magnitude, axis=0), mask=column < columns, sem="relaxed")
+        tl.atomic_max(by_column + column, tl.max(largest, axis=0), mask=column < columns, sem="relaxed")
 
 
 _launch_partial = Launcher(partial_amax_kernel)

@@ -205,7 +205,7 @@ def with_constants(module: ModuleType, values: dict[str, int], cases: dict[str, 
         try:
             for name, value in values.items():
                 setattr(module, name, value)
-            # Warps are not in the launchers' keys: what was compiled with others must go.
+            # Not all constants are in the launchers' keys: what was compiled with others must go.
             forget_variants(module)
             measured = interleaved(cases)
         finally:

@@ -99,6 +99,61 @@ def test_torch_autocast_rounds_the_output_once(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_under_torch_autocast_the_input_is_in_its_dtype_before_it_is_measured(recipe: str) -> None:
+    """1 + 2^-9 is 1 in bf16: that is what is scaled, cast and gathered. (The weight is cast from its own dtype.)"""
+    layer, x = octavo.Linear(16, 16), torch.full((4, 16), 1 + 2.0**-9)
+    scales = {}
+
+    def observer(operand, quantizer):
+        def watched(values, rowwise, columnwise, column_sum=False):
+            scales[operand, values.dtype] = quantizer(values, rowwise, columnwise, column_sum)
+            return scales[operand, values.dtype]
+
+        return watched
+
+    layer.observer = observer
+    with octavo.autocast(recipe=RECIPES[recipe], calibrating=recipe != "delayed"):
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(x)
+        assert set(scales) == {("input", torch.bfloat16), ("weight", torch.float32)}
+        if recipe == "delayed":
+            assert layer.delayed_state.input.gathered.item() == 1.0
+        else:
+            power_of_two = RECIPES[recipe].linear.input.power_of_two
+            one = octavo.quantize(torch.ones(1, 1), octavo.E4M3, power_of_two=power_of_two).scale
+            assert bool((scales["input", torch.bfloat16].scale.reshape(-1)[:4] == one).all())
+        layer(x)
+        assert ("input", torch.float32) in scales, "without it the input stays as it is"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_bias_enters_in_the_dtype_of_the_output(recipe: str) -> None:
+    """257 is 256 in bf16, and 1 + 2^-20 is 1 in fp16; float32 keeps both."""
+    layer, x = octavo.Linear(16, 16), torch.zeros(4, 16)
+    with torch.no_grad():
+        layer.bias.copy_(torch.tensor([257.0, 1 + 2.0**-20] * 8))
+    for dtype, values in (
+        (torch.float32, [257.0, 1 + 2.0**-20]),
+        (torch.bfloat16, [256.0, 1.0]),
+        (torch.float16, [257.0, 1.0]),
+    ):
+        with octavo.autocast(recipe=RECIPES[recipe]):
+            y = layer(x.to(dtype))
+        assert y.dtype == dtype
+        assert y[0, :2].tolist() == values
+    # 1 + 256, half-way between bf16 neighbours, goes to the even one; with the float32 bias it would be 258.
+    layer = octavo.Linear(16, 16)
+    with torch.no_grad():
+        layer.weight.zero_()
+        layer.weight[:, 0] = 1.0
+        layer.bias.fill_(257.0)
+    x[:, 0] = 1.0
+    with octavo.autocast(recipe=RECIPES[recipe]):
+        assert layer(x.bfloat16())[0, 0].item() == 256.0
+        assert layer(x)[0, 0].item() == 258.0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_fp16_under_a_grad_scaler_skips_the_step_of_an_overflow(recipe: str) -> None:
     layer = octavo.Linear(32, 16)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)

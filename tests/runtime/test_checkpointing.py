@@ -303,3 +303,84 @@ def test_a_backward_in_another_thread(how: str) -> None:
                 thread.run()
         results.append(seen(model, y, x.grad))
     assert_same(*results)
+
+
+def watched(model: nn.Module) -> list[tuple[str, float]]:
+    """From now on, (operand, scale) of every cast of the first layer."""
+    seen: list[tuple[str, float]] = []
+
+    def observer(operand, quantizer):
+        def note(x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False):
+            out = quantizer(x, rowwise, columnwise, column_sum)
+            seen.append((operand, float(out.scale if out.scale is not None else out.scale_t)))
+            return out
+
+        return note
+
+    model[0].observer = observer
+    return seen
+
+
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_a_recompute_casts_with_the_scales_of_its_first_forward_and_gathers_nothing(how: str) -> None:
+    """The context ends, and with it the step, before the backward runs the forward again."""
+    model = network()
+    for step in range(3):
+        x = (torch.randn(8, 16) * 7.0**step).requires_grad_()
+        casts = watched(model)
+        with octavo.autocast(recipe=DELAYED):
+            y = CHECKPOINTS[how](model, x)
+        state = model[0].delayed_state
+        first = sorted(pair for pair in casts if pair[0] != "grad_output")
+        assert [operand for operand, _ in first] == ["input", "weight"]
+        assert first[0][1] != state.input.scale.item(), "the update has changed it"
+        casts.clear()
+        y.square().sum().backward()
+        assert sorted(pair for pair in casts if pair[0] != "grad_output") == first
+        assert state.input.gathered.item() == state.weight.gathered.item() == 0.0
+        assert state.grad_output.gathered.item() > 0.0
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "delayed, measured first"])
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_several_pending_forwards_of_one_step(how: str, recipe: str) -> None:
+    """Micro-batches of one context, whose backwards come after it, in another order.
+
+    With torch's own checkpoint too: all of them have one scale, or each measures its own anew, to the same bits.
+    """
+
+    def run(checkpoint: Checkpoint) -> list[Tensor]:
+        model, parts = network(), []
+        for step in range(3):
+            torch.manual_seed(step)
+            batches = [(torch.randn(8, 16) * 3.0 ** (i + step)).requires_grad_() for i in range(3)]
+            with octavo.autocast(recipe=RECIPES[recipe]):
+                outputs = [checkpoint(model, x) for x in batches]
+            for i in (1, 0, 2):
+                outputs[i].square().sum().backward()
+                parts += seen(model, outputs[i], batches[i].grad)
+        return parts
+
+    assert_same(run(plain), run(CHECKPOINTS[how]))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "delayed, measured first", "current"])
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_a_layer_used_twice_inside_the_function(how: str, recipe: str) -> None:
+    def run(checkpoint: Checkpoint) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer, parts = nn.Sequential(octavo.Linear(16, 16)), []
+
+        def function(x: Tensor) -> Tensor:
+            return layer(layer(x).relu() * 100)
+
+        for step in range(3):
+            torch.manual_seed(step)
+            x = torch.randn(8, 16, requires_grad=True)
+            with octavo.autocast(recipe=RECIPES[recipe]):
+                y = checkpoint(function, x)
+            y.square().sum().backward()
+            parts += seen(layer, y, x.grad)
+        return parts
+
+    assert_same(run(plain), run(CHECKPOINTS[how]))

@@ -66,7 +66,9 @@ def _planned(
         from_x, from_w, from_dy = call.from_data
         used, repeats = call.used, call.repeats
         note_x, note_w = (None, None) if used is None else (used.input, used.weight)
-        fixed_x, fixed_w = (None, None) if repeats is None else (repeats.input.scale, repeats.weight.scale)
+        # A measured scale is measured again: a layer remembers its last call, and each measured one of its own.
+        fixed_x = None if repeats is None or from_x else repeats.input.scale
+        fixed_w = None if repeats is None or from_w else repeats.weight.scale
         input_quantizer = DelayedQuantizer(
             specs.input, state.input, gather=call.gather, from_data=from_x, scale=fixed_x, used=note_x
         )

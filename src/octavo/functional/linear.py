@@ -115,7 +115,7 @@ class _Linear(torch.autograd.Function):
         # 2. dgrad.  [M, N] @ [N, K] -> [M, K]
         if dgrad_fp8 and codes is not None:
             dy_codes, dy_scale = codes.row_wise
-            _count(plan, "dgrad", dy_codes, w_codes_t)
+            _count(plan, "dgrad", dy_codes, w_codes_t, dy_scale)
             dx = scaled_mm(dy_codes, w_codes_t, dy_scale, w_scale_t, None, ctx.x_dtype, plan.accumulate.dgrad)
             dx = _unpadded(dx, rows.shape[0], num_in).reshape(ctx.x_shape)
         elif needs_dx:
@@ -124,7 +124,7 @@ class _Linear(torch.autograd.Function):
         # 3. wgrad.  [N, M] @ [M, K] -> [N, K]
         if wgrad_fp8 and codes is not None:
             dy_codes, dy_scale = codes.column_wise
-            _count(plan, "wgrad", dy_codes, x_codes_t)
+            _count(plan, "wgrad", dy_codes, x_codes_t, dy_scale)
             dw = scaled_mm(dy_codes, x_codes_t, dy_scale, x_scale_t, None, ctx.weight_dtype, plan.accumulate.wgrad)
             dw = _unpadded(dw, num_out, num_in)
         elif needs_dw:
@@ -149,7 +149,7 @@ def _fprop(
     """[M', K'] @ [K', N'] -> [..., N]"""
     codes, scale = x_operand.row_wise
     w_codes, w_scale = w_operand.row_wise
-    _count(plan, "fprop", codes, w_codes)
+    _count(plan, "fprop", codes, w_codes, scale)
     if bias is not None:
         # In the dtype of the output, as torch.autocast would have it; the product adds no other without a pass more.
         bias = bias.to(out_dtype)
@@ -182,10 +182,10 @@ def _high(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight.to(dtype)
 
 
-def _count(plan: LinearPlan, gemm: str, a: Tensor | None, b: Tensor | None) -> None:
+def _count(plan: LinearPlan, gemm: str, a: Tensor | None, b: Tensor | None, scale_a: Tensor | None = None) -> None:
     if plan.counter is None:
         return
     if a is None or b is None:
         plan.counter.add(plan.name, gemm, "high precision")
     else:
-        plan.counter.add(plan.name, gemm, "fp8" if runs_natively(a, b) else "fp8 emulated")
+        plan.counter.add(plan.name, gemm, "fp8" if runs_natively(a, b, scale_a) else "fp8 emulated")

@@ -1,6 +1,7 @@
 """Operations on plain tensors: for each a contract, a PyTorch reference that defines it, and a Triton twin."""
 
 from octavo.kernels.amax import amax, amax_by_row_and_column, partial_amax
+from octavo.kernels.block_cast import block_cast, lay_out
 from octavo.kernels.cast_transpose import CastOutput, ScaleRule, cast_transpose
 from octavo.kernels.delayed_update import delayed_update
 from octavo.kernels.layout import ALIGNMENT, SCALE_ALIGNMENT, pad_matrix, pad_row_scale, padded
@@ -14,8 +15,10 @@ __all__ = [
     "ScaleRule",
     "amax",
     "amax_by_row_and_column",
+    "block_cast",
     "cast_transpose",
     "delayed_update",
+    "lay_out",
     "pad_matrix",
     "pad_row_scale",
     "padded",

@@ -1,5 +1,6 @@
 """Which format and scaling for which operand of which matrix product: frozen data."""
 
+from octavo.recipes.block import BlockScaling
 from octavo.recipes.current import CurrentScaling
 from octavo.recipes.delayed import DelayedScaling
 from octavo.recipes.recipe import HYBRID, Accumulate, DelayedUpdate, FormatPair, Gemm, OperandName, Recipe, check_recipe
@@ -9,6 +10,7 @@ from octavo.recipes.static import StaticScaling
 __all__ = [
     "HYBRID",
     "Accumulate",
+    "BlockScaling",
     "CurrentScaling",
     "DelayedScaling",
     "DelayedUpdate",

@@ -11,7 +11,8 @@ from octavo.recipes import Accumulate, OperandName
 from octavo.runtime.checkpointing import Call
 from octavo.runtime.counting import GemmCount, current_count
 from octavo.runtime.layer_state import LayerState
-from octavo.tensor import CurrentQuantizer, DelayedQuantizer, Quantizer, QuantizeSpec, StaticQuantizer
+from octavo.scaling import BLOCK_1X128, BLOCK_128X128
+from octavo.tensor import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, Quantizer, QuantizeSpec, StaticQuantizer
 
 Observer = Callable[[OperandName, Quantizer], Quantizer]
 
@@ -98,4 +99,6 @@ def _planned(
 
 
 def _stateless(spec: QuantizeSpec) -> Quantizer:
+    if spec.granularity in (BLOCK_1X128, BLOCK_128X128):
+        return BlockQuantizer(spec)
     return StaticQuantizer(spec) if spec.scaling == "static" else CurrentQuantizer(spec)

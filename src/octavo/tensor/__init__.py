@@ -1,5 +1,6 @@
 """A number in eight bits: QuantizedTensor, and the quantizers that make one of an operand."""
 
+from octavo.tensor.block_quantizer import BlockQuantizer
 from octavo.tensor.matmul import scaled_mm
 from octavo.tensor.operand_state import OperandState, close_step
 from octavo.tensor.quantize import cast_to_representable, quantize
@@ -9,6 +10,7 @@ from octavo.tensor.spec import QuantizeSpec
 from octavo.tensor.weight_operand import operand_of
 
 __all__ = [
+    "BlockQuantizer",
     "CurrentQuantizer",
     "DelayedQuantizer",
     "Operand",

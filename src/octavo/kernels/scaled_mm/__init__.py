@@ -5,6 +5,8 @@
 Both operands are K-major, as Hopper's FP8 units take them. Where the device multiplies FP8 the product runs in cuBLASLt
 through `torch._scaled_mm`; elsewhere it is emulated: codes decoded to float32, products and sums in float32, then the
 same scaling and the same single rounding of the output.
+
+Scales by block, in the layout of `octavo.kernels.block_cast`, are told by their shape: `scaled_mm.blockwise`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.library import register
+from octavo.kernels.scaled_mm import blockwise
 from octavo.kernels.scaled_mm.native import (
     device_reasons,
     multiplies,
@@ -42,13 +45,17 @@ def scaled_mm(
     Args:
         a: codes [M, K], contiguous.
         b: codes [N, K], contiguous.
-        scale_a: float32, [] or [M, 1].
-        scale_b: float32, [] or [N, 1]; of the same granularity as scale_a.
+        scale_a: float32, [] or [M, 1], or by block [K / 128, M].
+        scale_b: float32, [] or [N, 1]; of the same granularity as scale_a. To blocks of scale_a belong [K / 128, N], or
+            for blocks of 128x128 [ceil(N / 128), K / 128 rounded up to a multiple of 4].
         bias: [N], added in float32 before the output is rounded.
         out_dtype: float32, bfloat16 or float16.
         accumulate: "fast" sums all of K in the tensor core's own accumulator (about 14 significant bits on Hopper);
-            "precise" promotes partial sums to float32. Emulation sums in float32 either way.
+            "precise" promotes partial sums to float32. Emulation sums in float32 either way, and scales by block are
+            always precise.
     """
+    if blockwise.has_blocks(scale_a, a.shape[0]):
+        return blockwise.block_scaled_mm(a, b, scale_a, scale_b, bias, out_dtype)
     if torch.compiler.is_compiling():
         if a.is_cuda and multiplies(a.device.index) and not shape_reasons(a, b):
             # Inductor knows torch's own operator and calls it without a detour.
@@ -58,8 +65,15 @@ def scaled_mm(
     return _launch(a, b, scale_a, scale_b, bias, out_dtype, accumulate)
 
 
-def runs_natively(a: Tensor, b: Tensor) -> bool:
-    """True if `scaled_mm` of these codes runs on FP8 units rather than by emulation."""
+def runs_natively(a: Tensor, b: Tensor, scale_a: Tensor | None = None) -> bool:
+    """True if `scaled_mm` of these codes runs on FP8 units rather than by emulation.
+
+    Args:
+        a, b: codes [M, K] and [N, K].
+        scale_a: of a, which tells products by block; None stands for one scale, or one a row.
+    """
+    if scale_a is not None and blockwise.has_blocks(scale_a, a.shape[0]):
+        return blockwise.runs_natively(a, b)
     return a.is_cuda and multiplies_on(a.device.index) and not shape_reasons(a, b)
 
 

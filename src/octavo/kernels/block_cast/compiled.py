@@ -1,0 +1,36 @@
+"""block_cast under the compiler on a GPU: the Triton kernel that Inductor sees and launches; see `kernels.compiled`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from octavo.formats import format_named
+from octavo.kernels.block_cast import triton_kernel
+from octavo.kernels.cast_transpose.rule import ScaleRule
+from octavo.scaling import granularity_named
+
+
+@triton_op("octavo::block_cast_inductor", mutates_args=())
+def block_cast_inductor(
+    x: Tensor,
+    format: str,
+    granularity: str,
+    epsilon: str,
+    power_of_two: bool,
+    rowwise: bool,
+    columnwise: bool,
+    inf_to_nan: bool,
+    column_sum: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`octavo.kernels.block_cast.block_cast`; an empty tensor for what is not wanted, and the sums in parts."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    outputs, programs, tensors, numbers, constants = triton_kernel.prepare(
+        x, format_named(format), granularity_named(granularity), ScaleRule(epsilon, power_of_two), rowwise, columnwise,
+        inf_to_nan, column_sum,
+    )  # fmt: skip
+    wrap_triton(triton_kernel.block_cast_kernel)[(programs,)](
+        *tensors, *numbers, *constants, num_warps=triton_kernel.WARPS
+    )
+    codes, scale, codes_t, scale_t, sums = (x.new_empty(0) if out is None else out for out in outputs)
+    return codes, scale, codes_t, scale_t, sums

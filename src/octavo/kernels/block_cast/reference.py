@@ -1,0 +1,48 @@
+"""block_cast in plain PyTorch: the definition."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from octavo.formats import Format, cast_float32
+from octavo.kernels.block_cast.layout import lay_out
+from octavo.kernels.cast_transpose.rule import ScaleRule
+from octavo.scaling import Granularity, block_amax, expand_scale, multiplier_from_amax, scale_from_multiplier
+
+
+def block_cast_reference(
+    x: Tensor,
+    format: Format,
+    granularity: Granularity,
+    rule: ScaleRule,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    inf_to_nan: bool = False,
+    column_sum: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """As `octavo.kernels.block_cast.block_cast`; any device."""
+    # 1. float32, and its sums.  [M, K] -> [K]
+    x32 = x.float()
+    sums = x32.sum(0) if column_sum else None
+    # 2. Of a gradient, inf counts as NaN.
+    if inf_to_nan:
+        x32 = x32.nan_to_num(nan=math.nan, posinf=math.nan, neginf=math.nan)
+    # 3. The matrix, and the transposed one, by blocks of its own rows: for 128x128 these are the same blocks.
+    codes, scale = _one_layout(x32, format, granularity, rule) if rowwise else (None, None)
+    codes_t, scale_t = _one_layout(x32.t(), format, granularity, rule) if columnwise else (None, None)
+    return codes, scale, codes_t, scale_t, sums
+
+
+def _one_layout(x: Tensor, format: Format, granularity: Granularity, rule: ScaleRule) -> tuple[Tensor, Tensor]:
+    # 1. amax of each block, finite values only.  [M, K] -> [M or M / 128, K / 128]
+    amax = block_amax(x, granularity)
+    # 2. Multiplier and scale, by the rule.
+    multiplier = multiplier_from_amax(amax, format, epsilon=rule.epsilon, power_of_two=rule.power_of_two)
+    scale = scale_from_multiplier(multiplier)
+    # 3. Codes.  [M, K]
+    codes = cast_float32(x * expand_scale(multiplier, granularity, (x.shape[0], x.shape[1])), format)
+    # 4. As the product reads them.
+    return lay_out(codes.contiguous(), scale, granularity)

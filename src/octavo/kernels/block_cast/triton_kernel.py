@@ -1,0 +1,260 @@
+"""block_cast on a GPU: each program reads one tile of 128 x 128 and writes its codes in both layouts.
+
+    code = convert(fp32(x) * m)     one multiplication rounded to nearest; the instruction saturates and keeps NaN
+
+A tile holds 128 blocks along its rows and 128 along its columns, or one of 128x128: all amaxes come from the one read.
+Rows are taken in pairs, so that what passes through shared memory to the other layout is a matrix of words of two codes,
+as in `octavo.kernels.cast_transpose.triton_kernel`.
+
+What pads the extents is written by the tiles at the edge. A multiplier is always finite here, so what is read as zero
+outside of the matrix becomes the code zero.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.formats import Format
+from octavo.kernels.block_cast.layout import scale_shape, whole_blocks
+from octavo.kernels.cast_transpose.rule import ScaleRule
+from octavo.kernels.cast_transpose.triton_kernel import _CODE_DTYPES, _pairs_of_codes
+from octavo.kernels.launcher import Launcher, specialization
+from octavo.kernels.layout import padded
+from octavo.scaling import BLOCK_128X128, Granularity
+from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
+
+WARPS = 8
+
+
+@triton.jit
+def _multiplier_of(
+    amax,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """(multiplier, scale) of amaxes, by `octavo.scaling.rules`; divisions round to nearest, which Triton's `/` does not."""
+    raised = tl.where(amax < EPSILON, EPSILON, amax)
+    m = tl.div_rn(tl.full(raised.shape, FORMAT_MAX, tl.float32), raised)
+    m = tl.where(raised == 0.0, 1.0, m)
+    m = tl.where(m < SMALLEST, SMALLEST, m)
+    m = tl.where(m > LARGEST, LARGEST, m)
+    if POWER_OF_TWO:
+        # Without its fraction, a normal float32 is the power of two below.
+        m = (m.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
+    return m, tl.div_rn(tl.full(m.shape, 1.0, tl.float32), m)
+
+
+@triton.jit
+def _finite_magnitude(values):
+    """|x|; 0 where x is inf or NaN."""
+    magnitude = tl.abs(values)
+    return tl.where(magnitude < float("inf"), magnitude, 0.0)
+
+
+@triton.jit
+def _store_square_scale(target, index, of_k, width, value):
+    """One scale of 128x128 at `index` of a row of `width`; the last of `of_k` fills the row up with ones."""
+    offset = tl.arange(0, 4)
+    first = offset == 0
+    fills = (index + 1 == of_k) & (index + offset < width)
+    tl.store(target + index + offset, tl.where(first, value, 1.0), mask=first | fills)
+
+
+# What is not in the launcher's key must not make a variant: the number of rows, which is that of the tokens, and where
+# scales and sums lie.
+@triton.jit(do_not_specialize=("rows",), do_not_specialize_on_alignment=("scale", "scale_t", "sums"))
+def block_cast_kernel(
+    x,
+    codes,
+    codes_t,
+    scale,
+    scale_t,
+    sums,
+    rows,
+    columns,
+    stride_row,
+    HAS_CODES: tl.constexpr,
+    HAS_CODES_T: tl.constexpr,
+    SQUARE: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    INF_TO_NAN: tl.constexpr,
+    COLUMN_SUM: tl.constexpr,
+    CODE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """One tile of x [rows, columns], whose rows are contiguous.
+
+    -> codes [rows to 16, columns to 128], codes_t [columns to 16, rows to 128]; 1x128: scale [blocks of columns, rows to
+    16], scale_t [blocks of rows, columns to 16]; SQUARE: scale [blocks of rows, blocks of columns to 4], scale_t likewise;
+    sums [blocks of rows, columns].
+    """
+    # 1. Which tile; 64 bits, since an offset can exceed 2^31.
+    tall, wide = (rows + 127) // 128, (columns + 127) // 128
+    program = tl.program_id(0)
+    tile_row, tile_column = (program // wide).to(tl.int64), (program % wide).to(tl.int64)
+    pair = tile_row * 64 + tl.arange(0, 64)
+    column = tile_column * 128 + tl.arange(0, 128)
+    row_0, row_1 = 2 * pair, 2 * pair + 1
+    # 2. Its values, even rows and odd ones, each [64, 128].
+    source = x + row_0[:, None] * stride_row + column[None, :]
+    within = (column < columns)[None, :]
+    values_0 = tl.load(source, mask=(row_0 < rows)[:, None] & within, other=0.0).to(tl.float32)
+    values_1 = tl.load(source + stride_row, mask=(row_1 < rows)[:, None] & within, other=0.0).to(tl.float32)
+    # 3. Their sums; then inf counts as NaN. (0 taken from anything changes nothing, the sign of a zero included.)
+    if COLUMN_SUM:
+        tl.store(sums + tile_row * columns + column, tl.sum(values_0 + values_1, axis=0), mask=column < columns)
+    if INF_TO_NAN:
+        values_0 = values_0 - (values_0 - values_0)
+        values_1 = values_1 - (values_1 - values_1)
+    # 4. amaxes, multipliers, scales, codes.
+    finite_0, finite_1 = _finite_magnitude(values_0), _finite_magnitude(values_1)
+    padded_rows, padded_columns = (rows + 15) // 16 * 16, (columns + 15) // 16 * 16
+    if SQUARE:
+        largest = tl.max(tl.max(tl.maximum(finite_0, finite_1), axis=1), axis=0)
+        m, used = _multiplier_of(largest, EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
+        scaled_0, scaled_1 = values_0 * m, values_1 * m
+        if HAS_CODES:
+            width = (wide + 3) // 4 * 4
+            _store_square_scale(scale + tile_row * width, tile_column, wide, width, used)
+        if HAS_CODES_T:
+            width = (tall + 3) // 4 * 4
+            _store_square_scale(scale_t + tile_column * width, tile_row, tall, width, used)
+    elif HAS_CODES:
+        m_0, used_0 = _multiplier_of(tl.max(finite_0, axis=1), EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
+        m_1, used_1 = _multiplier_of(tl.max(finite_1, axis=1), EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
+        scaled_0, scaled_1 = values_0 * m_0[:, None], values_1 * m_1[:, None]
+        tl.store(
+            scale + tile_column * padded_rows + row_0, tl.where(row_0 < rows, used_0, 1.0), mask=row_0 < padded_rows
+        )
+        tl.store(
+            scale + tile_column * padded_rows + row_1, tl.where(row_1 < rows, used_1, 1.0), mask=row_1 < padded_rows
+        )
+    if HAS_CODES:
+        # No mask within a row: it is a whole number of tiles.
+        target = codes + row_0[:, None] * (wide * 128) + column[None, :]
+        tl.store(target, scaled_0.to(CODE), mask=(row_0 < padded_rows)[:, None])
+        tl.store(target + wide * 128, scaled_1.to(CODE), mask=(row_1 < padded_rows)[:, None])
+    # 5. The other layout, two codes a word.
+    if HAS_CODES_T:
+        if not SQUARE:
+            m_t, used_t = _multiplier_of(
+                tl.max(tl.maximum(finite_0, finite_1), axis=0), EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST
+            )
+            scaled_0, scaled_1 = values_0 * m_t[None, :], values_1 * m_t[None, :]
+            tl.store(
+                scale_t + tile_row * padded_columns + column,
+                tl.where(column < columns, used_t, 1.0),
+                mask=column < padded_columns,
+            )
+        words = _pairs_of_codes(scaled_1, scaled_0, CODE, INTERPRETED)
+        target_t = codes_t.to(tl.pointer_type(tl.uint16)) + column[:, None] * (tall * 64) + pair[None, :]
+        tl.store(target_t, tl.trans(words), mask=(column < padded_columns)[:, None])
+
+
+# Triton's interpreter knows no assembly.
+_INTERPRETED = not isinstance(block_cast_kernel, triton.runtime.JITFunction)
+
+
+class _Call(NamedTuple):
+    """A launch: what it writes, how many programs, and the kernel's arguments in three parts."""
+
+    outputs: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+    programs: int
+    tensors: tuple[Tensor, ...]
+    numbers: tuple[int, ...]
+    constants: tuple[Any, ...]
+
+
+def prepare(
+    x: Tensor,
+    format: Format,
+    granularity: Granularity,
+    rule: ScaleRule,
+    rowwise: bool,
+    columnwise: bool,
+    inf_to_nan: bool,
+    column_sum: bool,
+) -> _Call:
+    """The launch for an x whose rows are contiguous; its sums [blocks of rows, K] are partial."""
+    rows, columns = x.shape
+    tall, wide = whole_blocks(rows), whole_blocks(columns)
+    codes = scale = codes_t = scale_t = sums = None
+    if rowwise:
+        codes = x.new_empty((padded(rows), wide), dtype=format.dtype)
+        scale = x.new_empty(scale_shape(rows, columns, granularity), dtype=torch.float32)
+    if columnwise:
+        codes_t = x.new_empty((padded(columns), tall), dtype=format.dtype)
+        scale_t = x.new_empty(scale_shape(columns, rows, granularity), dtype=torch.float32)
+    if column_sum:
+        sums = x.new_empty((tall // 128, columns), dtype=torch.float32)
+    # A pointer that the flags leave unused may be any; x itself would be materialised once more by the compiler.
+    unused = codes if codes is not None else codes_t
+    assert unused is not None, "a cast into no layout is not launched"
+    outputs = (codes, scale, codes_t, scale_t, sums)
+    order = (codes, codes_t, scale, scale_t, sums)
+    return _Call(
+        outputs,
+        (tall // 128) * (wide // 128),
+        (x, *(unused if out is None else out for out in order)),
+        (rows, columns, x.stride(0)),
+        (
+            rowwise,
+            columnwise,
+            granularity is BLOCK_128X128,
+            rule.epsilon,
+            rule.power_of_two,
+            inf_to_nan,
+            column_sum,
+            _CODE_DTYPES[format.name],
+            _INTERPRETED,
+            format.max,
+            SMALLEST_MULTIPLIER,
+            LARGEST_MULTIPLIER,
+        ),
+    )
+
+
+_launch_kernel = Launcher(block_cast_kernel)
+
+
+def block_cast_triton(
+    x: Tensor,
+    format: Format,
+    granularity: Granularity,
+    rule: ScaleRule,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    inf_to_nan: bool = False,
+    column_sum: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """As `octavo.kernels.block_cast.block_cast`: E4M3 or E5M2, at least one element and layout, a device of Triton's."""
+    if x.dtype == torch.float64:
+        x = x.float()
+    if x.stride(1) != 1:
+        if x.stride(0) == 1:
+            # Contiguous the other way round: the transposed problem, with the roles of the layouts exchanged.
+            codes_t, scale_t, codes, scale, _ = block_cast_triton(
+                x.t(), format, granularity, rule, columnwise, rowwise, inf_to_nan
+            )
+            return codes, scale, codes_t, scale_t, x.sum(0, dtype=torch.float32) if column_sum else None
+        x = x.contiguous()
+    outputs, programs, tensors, numbers, constants = prepare(
+        x, format, granularity, rule, rowwise, columnwise, inf_to_nan, column_sum
+    )
+    codes, scale, codes_t, scale_t, sums = outputs
+    key = (x.dtype, x.data_ptr() % 16 == 0, numbers[0] >> 31, specialization(*numbers[1:]), format.name, constants)
+    _launch_kernel(programs, key, tensors, numbers, constants, WARPS)
+    return codes, scale, codes_t, scale_t, None if sums is None else sums.sum(0)

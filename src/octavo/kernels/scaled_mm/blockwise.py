@@ -1,0 +1,160 @@
+"""scaled_mm under scales by block: 1x128 of both operands, or 1x128 by 128x128.
+
+    out [M, N] = sum over the blocks c of K of (a [M, c] @ b [N, c]^T) * scale_a[c, M] * scale_b[c, N] + bias
+
+On Hopper it runs in cuBLASLt (12.9 or later), which promotes the sum of every block of 128 of K to float32 to scale it:
+accumulation is precise by nature. Elsewhere it is emulated: values in float32, products and sums in float32.
+
+torch takes E4M3 by E4M3 only. `torch._scaled_mm` (the older operator) has no place for scales of a K whose blocks are no
+multiple of 4, so the newer one is called, `torch._scaled_mm_v2`, which `torch.nn.functional.scaled_mm` wraps.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType
+
+from octavo.formats import E4M3, decode
+from octavo.kernels.block_cast.layout import BLOCK
+from octavo.kernels.layout import ALIGNMENT
+from octavo.kernels.library import register
+
+# A bias of the output's dtype could be added by the product itself, if cuBLASLt has such a product.
+BIAS_INSIDE = False
+
+_CUDA = (12, 9)
+_HOPPER = 9
+_1X128 = [ScalingType.BlockWise1x128.value]
+_128X128 = [ScalingType.BlockWise128x128.value]
+
+
+@functools.cache
+def _device_reasons(index: int) -> tuple[str, ...]:
+    reasons = []
+    major, minor = torch.cuda.get_device_capability(index)
+    if major != _HOPPER:
+        reasons.append(f"compute capability {major}.{minor}: products with float32 scales by block need 9.0 (Hopper)")
+    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    if version < _CUDA:
+        reasons.append(f"CUDA {torch.version.cuda}: products with scales by block need 12.9 or later")
+    if not hasattr(torch, "_scaled_mm_v2"):
+        reasons.append(f"torch {torch.__version__} has no torch.nn.functional.scaled_mm: use 2.11 or later")
+    return tuple(reasons)
+
+
+def device_reasons(device: torch.device) -> list[str]:
+    """Why `device` has no block-scaled FP8 products; empty if it has."""
+    if device.type != "cuda":
+        return [f"{device.type} has no FP8 matrix units"]
+    if not torch.cuda.is_available():
+        return ["no CUDA device is available"]
+    return list(_device_reasons(device.index or 0))
+
+
+def shape_reasons(a: Tensor, b: Tensor) -> list[str]:
+    """Why codes a [M, K] and b [N, K] are not multiplied natively on any device."""
+    reasons = []
+    if not a.dtype == b.dtype == E4M3.dtype:
+        reasons.append(f"formats {a.dtype} x {b.dtype}: torch multiplies E4M3 by E4M3 only under scales by block")
+    for name, extent, multiple in (
+        ("M", a.shape[0], ALIGNMENT),
+        ("K", a.shape[1], BLOCK),
+        ("N", b.shape[0], ALIGNMENT),
+    ):
+        if extent % multiple:
+            reasons.append(f"{name} = {extent} is no multiple of {multiple}")
+    return reasons
+
+
+def unsupported_reasons(a: Tensor, b: Tensor) -> list[str]:
+    """Why the product of codes a [M, K] and b [N, K] is emulated; empty if it runs on FP8 units."""
+    return device_reasons(a.device) + shape_reasons(a, b)
+
+
+def runs_natively(a: Tensor, b: Tensor) -> bool:
+    """True if `block_scaled_mm` of these codes runs on FP8 units rather than by emulation."""
+    return a.is_cuda and not _device_reasons(a.device.index or 0) and not shape_reasons(a, b)
+
+
+def has_blocks(scale: Tensor, rows: int) -> bool:
+    """True if `scale`, of an operand of so many rows, is one by block rather than [] or [rows, 1]."""
+    return scale.dim() == 2 and (scale.shape[1] != 1 or scale.shape[0] != rows)
+
+
+def block_scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """Scaled product of codes -> [M, N] of `out_dtype`.
+
+    Args:
+        a, b: codes [M, K] and [N, K], contiguous.
+        scale_a, scale_b: as `octavo.kernels.block_cast.layout` has them; scale_a 1x128, scale_b of either kind.
+        bias: [N], added in float32 before the output is rounded.
+        out_dtype: float32, bfloat16 or float16.
+    """
+    if torch.compiler.is_compiling():
+        result: Tensor = _operator(a, b, scale_a, scale_b, bias, out_dtype)
+        return result
+    return _launch(a, b, scale_a, scale_b, bias, out_dtype)
+
+
+def _launch(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    if a.numel() and b.numel() and runs_natively(a, b):
+        return block_scaled_mm_native(a, b, scale_a, scale_b, bias, out_dtype)
+    return block_scaled_mm_reference(a, b, scale_a, scale_b, bias, out_dtype)
+
+
+def block_scaled_mm_native(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """As `block_scaled_mm`, for operands without `unsupported_reasons`."""
+    inside = bias if BIAS_INSIDE and bias is not None and bias.dtype == out_dtype != torch.float32 else None
+    # Any other bias: the float32 accumulator, then the bias, one rounding.
+    dtype = out_dtype if bias is None or inside is not None else torch.float32
+    kind_b = _1X128 if _is_by_row(scale_b, b) else _128X128
+    out: Tensor = torch._scaled_mm_v2(
+        a, b.t(), [scale_a.t()], _1X128, [], [scale_b.t()], kind_b, [], inside, dtype, (), False
+    )  # fmt: skip
+    return out if dtype == out_dtype and (bias is None or inside is not None) else _with_bias(out, bias, out_dtype)
+
+
+def block_scaled_mm_reference(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """As `block_scaled_mm` in plain PyTorch, any device: the emulation, and the definition."""
+    # 1. Values of the codes, times the scales of their blocks.  [M, K], [N, K]
+    a32, b32 = _values(a, scale_a), _values(b, scale_b)
+    # 2. Products and sums, in float32 also where torch.autocast is on.  [M, K] @ [K, N] -> [M, N]
+    with torch.autocast(a.device.type, enabled=False):
+        out = a32 @ b32.t()
+    # 3. Bias in float32, one rounding.
+    return _with_bias(out, bias, out_dtype)
+
+
+def _with_bias(out: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    return (out if bias is None else out + bias.float()).to(out_dtype)
+
+
+def _values(codes: Tensor, scale: Tensor) -> Tensor:
+    """code * scale in float32 (exact if the scales are powers of two).  [M, K]"""
+    rows, columns = codes.shape
+    of_k = (columns + BLOCK - 1) // BLOCK
+    by_row = scale.t() if _is_by_row(scale, codes) else scale[:, :of_k].repeat_interleave(BLOCK, dim=0)[:rows]
+    return decode(codes) * by_row.repeat_interleave(BLOCK, dim=1)[:, :columns]
+
+
+def _is_by_row(scale: Tensor, codes: Tensor) -> bool:
+    """1x128: [K / 128, M]. A scale of 128x128 blocks never has that shape, since M is a multiple of 16."""
+    return scale.shape[1] == codes.shape[0] and scale.shape[0] == (codes.shape[1] + BLOCK - 1) // BLOCK
+
+
+_operator = register(
+    "block_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype) -> Tensor",
+    _launch,
+    lambda a, b, scale_a, scale_b, bias, out_dtype: a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype),
+)

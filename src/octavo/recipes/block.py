@@ -1,0 +1,53 @@
+"""BlockScaling: one scale for 128 neighbours along K, one for 128x128 of a weight; DeepSeek-V3's way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo.formats import E4M3
+from octavo.recipes.recipe import GEMMS, Accumulate, FormatChoice, Gemm, OperandName, Recipe, check_format, format_for
+from octavo.scaling import BLOCK_1X128, BLOCK_128X128
+from octavo.tensor import QuantizeSpec
+
+
+def _precise() -> Accumulate:
+    return Accumulate(fprop="precise", dgrad="precise", wgrad="precise")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockScaling(Recipe):
+    """Current scaling by blocks: 1x128 of input and grad_output along K of each product, 128x128 of the weight.
+
+    An outlier costs only its own block of 128 its precision. A product promotes the sum of every 128 of K to float32, to
+    scale it: all three are precise. Native on Hopper with CUDA 12.9 or later, in E4M3; elsewhere emulated.
+
+    Attributes:
+        format: E4M3 for all operands; HYBRID or E5M2 are emulated everywhere.
+        power_of_two_scales: multipliers are rounded down to powers of two.
+    """
+
+    accumulate: Accumulate = field(default_factory=_precise)
+    format: FormatChoice = E4M3
+    power_of_two_scales: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_format(self.format)
+        for gemm in GEMMS:
+            if getattr(self.accumulate, gemm) != "precise":
+                raise ValueError(
+                    f"accumulate.{gemm} is 'fast': products by block sum precisely, every 128 of K in float32; leave"
+                    " accumulate out, or use CurrentScaling"
+                )
+        self.complete()
+
+    def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:
+        """One scale a block, measured."""
+        if gemm != "fprop" and self.backward == "high_precision":
+            return None
+        return QuantizeSpec(
+            format=format_for(self.format, operand),
+            granularity=BLOCK_128X128 if operand == "weight" else BLOCK_1X128,
+            power_of_two=self.power_of_two_scales,
+            inf_to_nan=operand == "grad_output",
+        )

@@ -124,12 +124,12 @@ def amax_by_row_and_column_triton(x: Tensor, row: bool, column: bool) -> tuple[T
     rows, columns = x.shape
     by_row = x.new_zeros((rows, 1), dtype=torch.float32) if row else None
     by_column = x.new_zeros((1, columns), dtype=torch.float32) if column else None
-    programs = -(-rows // _BLOCK_ROWS) * -(-columns // _BLOCK_COLUMNS)
+    blocks = _BLOCKS_LARGE if rows * columns >= _LARGE else _BLOCKS
+    programs = -(-rows // (_BLOCK_ROWS * blocks)) * -(-columns // _BLOCK_COLUMNS)
     tensors = (x, x if by_row is None else by_row, x if by_column is None else by_column)
-    key = (x.dtype, x.data_ptr() % 16 == 0, rows >> 31, specialization(columns, x.stride(0)), row, column)
-    _launch_by_row_and_column(
-        programs, key, tensors, (rows, columns, x.stride(0)), (row, column, _BLOCK_ROWS, _BLOCK_COLUMNS), WARPS
-    )
+    numbers, constants = (rows, columns, x.stride(0)), (row, column, _BLOCK_ROWS, _BLOCK_COLUMNS, blocks)
+    key = (x.dtype, x.data_ptr() % 16 == 0, rows >> 31, specialization(*numbers[1:]), constants)
+    _launch_by_row_and_column(programs, key, tensors, numbers, constants, _WARPS_BY_ROW_AND_COLUMN)
     return by_row, by_column
 
 

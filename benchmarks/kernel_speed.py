@@ -174,14 +174,14 @@ def sweep(checks: Checks, device: str) -> None:
     copy: Case = (lambda: target.copy_(x), 4 * n)
     recipes, parts = recipe_cases(x), amax_cases(x)
     small = torch.randn(1024, 4096, device=device).to(torch.bfloat16)
-    small_case = recipe_cases(small)["delayed"]
+    small_recipes = recipe_cases(small)
     for rows, columns, warps in (
         (32, 64, 2), (32, 64, 4), (64, 32, 4), (64, 64, 2), (64, 64, 4), (64, 64, 8), (64, 128, 4), (64, 128, 8),
         (128, 32, 4), (128, 64, 4), (128, 64, 8), (128, 128, 4), (128, 128, 8), (256, 32, 4), (256, 64, 8),
     ):  # fmt: skip
         cast_values = {"_BLOCK_ROWS": rows, "_BLOCK_ROWS_LARGE": rows, "_BLOCK_COLUMNS": columns, "WARPS": warps}
         cases = {"copy": copy, "cast": recipes["delayed"], "gradient": recipes["delayed gradient with sums"]}
-        cases |= {"row-wise": recipes["row-wise"], "small": small_case}
+        cases |= {"row-wise": recipes["row-wise"], "small": small_recipes["delayed"]}
         checks.run("sweep", with_constants(cast_kernels, cast_values, cases), kernel="cast_transpose", **cast_values)
     for block, most, warps in (
         (4096, 256, 4), (4096, 512, 4), (8192, 128, 8), (8192, 256, 4), (8192, 256, 8), (8192, 512, 8),
@@ -190,9 +190,14 @@ def sweep(checks: Checks, device: str) -> None:
         amax_values = {"_BLOCK": block, "_MOST_PARTIALS": most, "WARPS": warps}
         cases = {"copy": copy, "partial_amax": parts["partial_amax"], "current": recipes["current"]}
         checks.run("sweep", with_constants(amax_kernels, amax_values, cases), kernel="partial_amax", **amax_values)
-    for rows, columns, warps in ((64, 64, 4), (64, 128, 8), (128, 64, 4), (128, 128, 4), (128, 128, 8), (64, 256, 8)):
-        block_values = {"_BLOCK_ROWS": rows, "_BLOCK_COLUMNS": columns, "WARPS": warps}
+    for rows, columns, blocks, warps in (
+        (32, 128, 8, 4), (32, 256, 4, 8), (32, 256, 8, 8), (32, 256, 16, 8), (32, 256, 32, 8), (32, 256, 16, 4),
+        (64, 128, 8, 8), (64, 256, 8, 8), (16, 512, 16, 8), (128, 128, 1, 8), (128, 128, 4, 8),
+    ):  # fmt: skip
+        block_values = {"_BLOCK_ROWS": rows, "_BLOCK_COLUMNS": columns, "_BLOCKS": blocks, "_BLOCKS_LARGE": blocks}
+        block_values["_WARPS_BY_ROW_AND_COLUMN"] = warps
         cases = {"copy": copy, "both": parts["amax_by_row_and_column"], "row-wise": recipes["row-wise"]}
+        cases["small"] = small_recipes["row-wise"]
         name = "amax_by_row_and_column"
         checks.run("sweep", with_constants(amax_kernels, block_values, cases), kernel=name, **block_values)
 

@@ -8,11 +8,11 @@ import pickle
 import pytest
 import torch
 
-from octavo.tensor import OperandState, operand_state
+from octavo.tensor import OperandState, close_step, operand_state
 
 
 def updated(state: OperandState, scale: float, history: list[float]) -> None:
-    state.adopt(torch.tensor(history), torch.tensor(scale))
+    close_step([state], [torch.tensor(history)], [torch.tensor(scale)], [True])
 
 
 def test_a_forward_scale_is_swapped_by_name() -> None:
@@ -36,11 +36,10 @@ def test_while_a_cuda_graph_is_captured_every_address_stays(late_bound: bool, mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert operand_state.stays_in_place()
-    updated(state, 4.0, [0.0, 2.0])
-    state.rescale(0.5)
-    assert (state.scale, state.history, state.gathered) == before
+    state.gather(torch.tensor(7.0))
+    updated(state, 2.0, [0.0, 2.0])
     assert all(new is old for new, old in zip((state.scale, state.history, state.gathered), before, strict=True))
-    assert state.scale.item() == 2.0
+    assert (state.scale.item(), state.gathered.item()) == (2.0, 0.0)
     assert state.history.tolist() == [0.0, 2.0]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert not operand_state.stays_in_place()
@@ -64,6 +63,22 @@ def test_a_gradients_scale_is_written_in_place_past_the_version_counter() -> Non
     assert x.grad.item() == 4.0
 
 
+@pytest.mark.parametrize("late_bound", [False, True])
+def test_a_step_closes_for_several_operands_at_once_each_with_its_own(late_bound: bool) -> None:
+    states = [OperandState(late_bound=late_bound) for _ in range(3)]
+    before = [state.scale for state in states]
+    for number, state in enumerate(states):
+        state.from_data = True
+        state.gather(torch.tensor(float(number + 1)))
+    scales = torch.tensor([2.0, 3.0, 4.0]).unbind()
+    close_step(states, torch.tensor([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0]]).unbind(), scales, [True, False, True])
+    assert [state.scale.item() for state in states] == [2.0, 3.0, 4.0]
+    assert [state.history.tolist() for state in states] == [[0.0, 1.0], [0.0, 2.0], [0.0, 3.0]]
+    assert [state.gathered.item() for state in states] == [0.0] * 3
+    assert [state.from_data for state in states] == [False, True, False]
+    assert [state.scale is scale for state, scale in zip(states, before, strict=True)] == [late_bound] * 3
+
+
 def test_amaxes_gather_by_max_into_one_tensor() -> None:
     state = OperandState()
     gathered = state.gathered
@@ -71,7 +86,7 @@ def test_amaxes_gather_by_max_into_one_tensor() -> None:
         state.gather(torch.tensor(amax))
     assert state.gathered is gathered
     assert gathered.item() == 3.0
-    state.close_step(gathered=True)
+    updated(state, 1.0, [0.0])
     assert state.gathered is gathered
     assert gathered.item() == 0.0
 
@@ -79,10 +94,10 @@ def test_amaxes_gather_by_max_into_one_tensor() -> None:
 def test_a_scale_is_unknown_until_something_was_gathered() -> None:
     state = OperandState()
     state.measure_next()
-    state.close_step(gathered=False)
-    assert state.from_data
-    state.close_step(gathered=True)
-    assert not state.from_data
+    for gathered in (False, True):
+        close_step([state], [torch.zeros(1)], [torch.ones(())], [gathered])
+        assert state.from_data != gathered
+        assert state.closed_before
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])

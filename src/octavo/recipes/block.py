@@ -18,8 +18,8 @@ def _precise() -> Accumulate:
 class BlockScaling(Recipe):
     """Current scaling by blocks: 1x128 of input and grad_output along K of each product, 128x128 of the weight.
 
-    An outlier costs only its own block of 128 its precision. A product promotes the sum of every 128 of K to float32, to
-    scale it: all three are precise. Native on Hopper with CUDA 12.9 or later, in E4M3; elsewhere emulated.
+    An outlier costs only its own block of 128 its precision. A product promotes the sum of every 128 of K to float32,
+    to scale it: all three are precise. Native on Hopper with CUDA 12.9 or later, in E4M3; elsewhere emulated.
 
     Attributes:
         format: E4M3 for all operands; HYBRID or E5M2 are emulated everywhere.

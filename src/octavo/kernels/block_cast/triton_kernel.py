@@ -3,8 +3,8 @@
     code = convert(fp32(x) * m)     one multiplication rounded to nearest; the instruction saturates and keeps NaN
 
 A tile holds 128 blocks along its rows and 128 along its columns, or one of 128x128: all amaxes come from the one read.
-Rows are taken in pairs, so that what passes through shared memory to the other layout is a matrix of words of two codes,
-as in `octavo.kernels.cast_transpose.triton_kernel`.
+Rows are taken in pairs, so that what passes through shared memory to the other layout are words of two codes, as in
+`octavo.kernels.cast_transpose.triton_kernel`.
 
 What pads the extents is written by the tiles at the edge. A multiplier is always finite here, so what is read as zero
 outside of the matrix becomes the code zero.
@@ -41,7 +41,7 @@ def _multiplier_of(
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """(multiplier, scale) of amaxes, by `octavo.scaling.rules`; divisions round to nearest, which Triton's `/` does not."""
+    """(multiplier, scale) of amaxes, by `octavo.scaling.rules`; divisions are rounded, unlike Triton's `/`."""
     raised = tl.where(amax < EPSILON, EPSILON, amax)
     m = tl.div_rn(tl.full(raised.shape, FORMAT_MAX, tl.float32), raised)
     m = tl.where(raised == 0.0, 1.0, m)
@@ -97,9 +97,9 @@ def block_cast_kernel(
 ):
     """One tile of x [rows, columns], whose rows are contiguous.
 
-    -> codes [rows to 16, columns to 128], codes_t [columns to 16, rows to 128]; 1x128: scale [blocks of columns, rows to
-    16], scale_t [blocks of rows, columns to 16]; SQUARE: scale [blocks of rows, blocks of columns to 4], scale_t likewise;
-    sums [blocks of rows, columns].
+    -> codes [rows to 16, columns to 128], codes_t [columns to 16, rows to 128]; sums [blocks of rows, columns];
+    1x128: scale [blocks of columns, rows to 16], scale_t [blocks of rows, columns to 16];
+    SQUARE: scale [blocks of rows, blocks of columns to 4], scale_t [blocks of columns, blocks of rows to 4].
     """
     # 1. Which tile; 64 bits, since an offset can exceed 2^31.
     tall, wide = (rows + 127) // 128, (columns + 127) // 128
@@ -240,7 +240,7 @@ def block_cast_triton(
     inf_to_nan: bool = False,
     column_sum: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """As `octavo.kernels.block_cast.block_cast`: E4M3 or E5M2, at least one element and layout, a device of Triton's."""
+    """As `octavo.kernels.block_cast.block_cast`: E4M3 or E5M2, one element and layout or more, a device of Triton's."""
     if x.dtype == torch.float64:
         x = x.float()
     if x.stride(1) != 1:

@@ -1,0 +1,119 @@
+"""The Triton kernel of block_cast, run by Triton's interpreter, against its reference, bit for bit.
+
+As in `test_interpreted.py`, a process of its own runs the tests, since Triton decides at import whether it interprets.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.formats.edge_values import edge_matrix
+from tests.kernels.interpreter import convert_exactly
+from tests.kernels.matrices import memory_orders, with_specials
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from octavo.formats import E4M3, E5M2, Format
+from octavo.kernels import ScaleRule
+from octavo.kernels.block_cast import block_cast_reference
+from octavo.scaling import BLOCK_1X128, BLOCK_128X128, Granularity
+
+ROOT = Path(__file__).resolve().parents[2]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# The interpreter computes in numpy, which warns of what a GPU does in silence.
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by the first test, with TRITON_INTERPRET=1")
+silent = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
+GRANULARITIES = [BLOCK_1X128, BLOCK_128X128]
+SHAPES = [(1, 1), (1, 129), (129, 1), (5, 7), (16, 16), (128, 128), (130, 300), (257, 127), (640, 33)]
+RULES = [ScaleRule(), ScaleRule(power_of_two=True), ScaleRule((1e-3).hex()), ScaleRule((1e-3).hex(), True)]
+LAYOUTS = [(True, True), (True, False), (False, True)]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the other process")
+def test_the_rest_of_this_file_passes_under_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", __file__]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "src")}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert " passed" in result.stdout
+
+
+def matrix(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Numbers over many powers of two, of both signs; zeros of both signs, infinities, NaN; blocks of them alone."""
+    x = with_specials(torch.randn(shape) * torch.exp2(torch.randint(-30, 9, shape).float()))
+    x[-1:] = 0.0
+    x[:, -1:] = float("inf")
+    return x.to(dtype)
+
+
+def is_its_reference(
+    monkeypatch: pytest.MonkeyPatch, x: Tensor, format: Format, granularity: Granularity, rule: ScaleRule, *flags: bool
+) -> None:
+    from octavo.kernels.block_cast.triton_kernel import block_cast_triton
+
+    convert_exactly(monkeypatch)
+    found = block_cast_triton(x, format, granularity, rule, *flags)
+    expected = block_cast_reference(x, format, granularity, rule, *flags)
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert a.shape == b.shape
+            assert a.dtype == b.dtype
+            assert a.is_contiguous()
+            width = torch.uint8 if a.dtype.itemsize == 1 else torch.int32
+            assert torch.equal(a.reshape(-1).view(width), b.reshape(-1).view(width))
+
+
+@interpreted
+@silent
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=repr)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_block_cast_is_its_reference(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], granularity: Granularity
+) -> None:
+    cases: list[tuple[torch.dtype, Format, bool]] = [
+        (torch.bfloat16, E4M3, False),
+        (torch.float16, E5M2, True),
+        (torch.float32, E4M3, True),
+        (torch.float64, E4M3, False),
+    ]
+    for (dtype, format, inf_to_nan), rule in zip(cases, RULES, strict=True):
+        x = matrix(shape, dtype)
+        for layouts in LAYOUTS:
+            is_its_reference(monkeypatch, x, format, granularity, rule, *layouts, inf_to_nan)
+
+
+@interpreted
+@silent
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=repr)
+def test_every_memory_order_is_read(monkeypatch: pytest.MonkeyPatch, granularity: Granularity) -> None:
+    for shape in ((17, 31), (16, 144)):
+        for _, view in memory_orders(matrix(shape, torch.bfloat16)):
+            is_its_reference(monkeypatch, view, E4M3, granularity, RULES[1])
+
+
+@interpreted
+@silent
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=repr)
+def test_every_16_bit_value_and_every_tie_is_cast(monkeypatch: pytest.MonkeyPatch, granularity: Granularity) -> None:
+    """Not of bfloat16, whose subnormal numbers the interpreter misreads, and the largest multiplier would show them."""
+    for format in (E4M3, E5M2):
+        for dtype, rule in ((torch.float16, RULES[0]), (torch.float32, RULES[1])):
+            is_its_reference(monkeypatch, edge_matrix(format, dtype), format, granularity, rule)
+
+
+@interpreted
+@silent
+def test_column_sums_of_integers_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 sums of small integers are, in any order; inf is in them as inf."""
+    for shape in ((1, 1), (130, 300), (257, 127)):
+        x = torch.randint(-4, 5, shape).to(torch.bfloat16)
+        x[0, 0] = float("inf")
+        for _, view in memory_orders(x):
+            is_its_reference(monkeypatch, view, E5M2, BLOCK_1X128, RULES[1], True, True, True, True)

@@ -6,7 +6,7 @@ Each check is recorded as one JSON line (hardware, versions, commit, check, shap
 is recorded with its error, and the others go on. Exit status 1 if any check failed, 2 if there is no CUDA device.
 
 NaN counts as bits too: Octavo writes one NaN code. Column sums are float32 sums in another order than the reference's;
-the bound is derived at `sum_bound`. Products are in `check_products.py`.
+the bound is derived in `check_reductions.py`. Products are in `check_products.py`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, Format
-from octavo.kernels.amax import amax, amax_by_row_and_column, amax_reference, partial_amax
+from octavo.kernels.amax import amax_by_row_and_column, amax_reference, partial_amax
 from octavo.kernels.cast_transpose import ScaleRule, cast_transpose, cast_transpose_reference, triton_kernel
-from octavo.scaling import COLUMN, ROW, TENSOR, multiplier_from_amax, scale_from_multiplier
+from octavo.scaling import ROW, multiplier_from_amax, scale_from_multiplier
 from benchmarks.check_products import check_products
-from benchmarks.kernel_inputs import AMAX_KINDS, DTYPES, RULES, SCALE_KINDS, SHAPES, TEN_MILLION
+from benchmarks.check_reductions import check_amaxes, check_sums
+from benchmarks.comparing import compare, differing
+from benchmarks.kernel_inputs import AMAX_KINDS, DTYPES, RULES, SCALE_KINDS, SHAPES
 from benchmarks.kernel_inputs import distributions, layouts, sources
 from benchmarks.kernel_speed import sweep, time_host, time_kernels
 from tests.formats.edge_values import edge_matrix, random_bits, special_float32
@@ -95,21 +97,6 @@ def _commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-def differing(a: Tensor | None, b: Tensor | None) -> int:
-    """How many bytes or floats differ in their bits; another shape or a missing tensor counts as everything."""
-    if a is None or b is None:
-        return 0 if a is b else 1
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return max(a.numel(), b.numel(), 1)
-    width = {1: torch.uint8, 4: torch.int32}[a.dtype.itemsize]
-    return int((a.contiguous().view(width) != b.to(a.device).contiguous().view(width)).sum())
-
-
-def compare(outputs: Any, expected: Any) -> Result:
-    """Mismatches over all outputs of a kernel."""
-    return {"mismatches": sum(differing(a, b) for a, b in zip(outputs, expected, strict=True))}
 
 
 def one_cast(x: Tensor, format: Format, kind: str, rule: ScaleRule = RULES[0], **options: bool) -> int:
@@ -218,83 +205,6 @@ def check_shapes(checks: Checks, device: str) -> None:
     checks.run("cast nothing finite", nothing_finite, shape=[300, 130])
 
 
-def check_sums(checks: Checks, device: str) -> None:
-    """Column sums: of small integers exactly, of normal data within the bound of `sum_bound`; codes as without them."""
-    for dtype in (*DTYPES, torch.float64):
-        for shape in (*SHAPES, (4096, 200), (8192, 4104), (0, 32)):
-
-            def sums(dtype: torch.dtype = dtype, shape: tuple[int, int] = shape) -> Result:
-                mismatches, worst = 0, 0.0
-                for order, x in layouts(torch.randint(-8, 9, shape, device=device).to(dtype)):
-                    found = cast_transpose(x, E5M2, *sources(x, "shared"), inf_to_nan=True, column_sum=True)
-                    expected = cast_transpose_reference(x, E5M2, *sources(x, "shared"), None, None, True, True)
-                    mismatches += compare(found[:4], expected[:4])["mismatches"]
-                    mismatches += differing(found.column_sum, x.double().sum(0).float())
-                    if not x.numel() or order not in ("contiguous", "transposed"):
-                        continue
-                    x = x + torch.randn_like(x)
-                    total = cast_transpose(x, E5M2, *sources(x, "shared"), inf_to_nan=True, column_sum=True).column_sum
-                    assert total is not None
-                    # float64 is rounded to float32 first.
-                    x = x.float()
-                    error = (total.double() - x.double().sum(0)).abs()
-                    bound = sum_bound(x, order == "transposed")
-                    worst = max(worst, float((error / bound.clamp(min=1e-300)).max()))
-                return {"mismatches": mismatches, "worst": round(worst, 4), "ok": mismatches == 0 and worst <= 1}
-
-            checks.run("column sums", sums, shape=list(shape), dtype=str(dtype))
-
-    def not_finite() -> Result:
-        x = torch.ones(300, 130, device=device, dtype=torch.bfloat16)
-        x[7, 3], x[9, 4], x[10, 4], x[299, 129] = float("inf"), float("inf"), -float("inf"), float("nan")
-        total = cast_transpose(x, E5M2, *sources(x, "shared"), inf_to_nan=True, column_sum=True).column_sum
-        expected = x.float().sum(0)
-        return {"mismatches": int((total.nan_to_num(-1.0) != expected.nan_to_num(-1.0)).sum())}  # type: ignore[union-attr]
-
-    checks.run("column sums not finite", not_finite, shape=[300, 130])
-
-
-def sum_bound(x: Tensor, flipped: bool) -> Tensor:
-    """How far float32 sums [K] of x [M, K] may be from the exact ones.
-
-    A sum through which every term passes at most d additions, each rounded by a factor 1 ± 2^-24, is off by at most
-    d 2^-24 / (1 - d 2^-24) of the sum of magnitudes. In a block of rows, in whatever order, d is below its height, then
-    there is one addition a block. Of a matrix stored by columns torch takes the sums, with d below M.
-    """
-    blocks = -(-x.shape[0] // triton_kernel._BLOCK_ROWS)
-    depth = x.shape[0] if flipped else min(x.shape[0], triton_kernel._BLOCK_ROWS_LARGE + blocks)
-    unit = depth * 2.0**-24
-    return x.double().abs().sum(0) * unit / (1 - unit)
-
-
-def check_amaxes(checks: Checks, device: str) -> None:
-    """Every entry of the room `amax`, in every shape and memory order, of every dtype."""
-    for dtype in DTYPES:
-
-        def amaxes(dtype: torch.dtype = dtype) -> Result:
-            mismatches = 0
-            for shape in (*SHAPES, (64, 17), (3, 200_000), (200_000, 3), (0, 32), (32, 0)):
-                values = random_bits(shape, dtype, device)
-                for x in (values, values.double()) if dtype == torch.float32 else (values,):
-                    mismatches += sum(amax_mismatches(view) for _, view in layouts(x))
-            for value in (float("nan"), float("inf"), -0.0):
-                mismatches += amax_mismatches(torch.full((300, 130), value, dtype=dtype, device=device))
-            return {"mismatches": mismatches}
-
-        checks.run("amax shapes", amaxes, dtype=str(dtype))
-        x = random_bits(TEN_MILLION, dtype, device)
-        checks.run(
-            "amax 10 million", lambda x=x: {"mismatches": amax_mismatches(x)}, shape=list(x.shape), dtype=str(dtype)
-        )
-
-
-def amax_mismatches(x: Tensor) -> int:
-    """Of the whole and its parts, by row, by column, and both in one read."""
-    whole, by_row, by_column = (amax_reference(x, granularity) for granularity in (TENSOR, ROW, COLUMN))
-    found = [amax(x), partial_amax(x).amax(), amax(x, ROW), amax(x, COLUMN), *amax_by_row_and_column(x)]
-    return int(compare(found, (whole, whole, by_row, by_column, by_row, by_column))["mismatches"])
-
-
 def check_scales(checks: Checks, device: str) -> None:
     """Scales of edges and of ten million random finite amaxes, one a row, against the CPU's scale rule."""
     special = special_float32().abs()
@@ -377,7 +287,7 @@ def check_large(checks: Checks, device: str) -> None:
             exact += x[first:last].double().sum(0)
             bound += x[first:last].double().abs().sum(0)
         mismatches += int(codes[:, columns:].float().count_nonzero() + codes_t[columns:].float().count_nonzero())
-        # Depth as in `sum_bound`.
+        # Depth as in `check_reductions.sum_bound`.
         unit = (triton_kernel._BLOCK_ROWS_LARGE + -(-rows // triton_kernel._BLOCK_ROWS)) * 2.0**-24
         worst = float(((sums.double() - exact).abs() / (bound * unit / (1 - unit))).max())
         return {

@@ -46,9 +46,11 @@ def plan_linear(call: Call, state: LayerState, name: str, observer: Observer | N
     counter = current_count()
     # Numbers and objects that compare by identity first.
     made_for = (call, name, observer, counter)
-    if state.plan is not None and state.plan[0] == made_for:
-        plan: LinearPlan = state.plan[1]
-        return plan
+    # Read once: another thread may put its own in its place.
+    last = state.plan
+    if last is not None and last[0] == made_for:
+        kept: LinearPlan = last[1]
+        return kept
     plan = _planned(call, state, name, observer, counter)
     state.plan = (made_for, plan)
     return plan

@@ -338,11 +338,11 @@ def parts(x: Tensor, weight: Tensor, dy: Tensor) -> dict[str, Callable[[], float
     return {"casts": graph_seconds(casts, 3), "products": graph_seconds(products, 3)}
 
 
-def time_casts(warps: int) -> Result:
-    """TB/s of one cast of 16384 x 8192 with so many warps a program, and copy's beside it."""
+def time_casts(warps: int, reload: bool) -> Result:
+    """TB/s of one cast of 16384 x 8192 with so many warps a program, values reread or held, and copy's beside it."""
     x = torch.randn(16384, 8192, device="cuda").bfloat16()
-    target, before = torch.empty_like(x), triton_kernel.WARPS
-    triton_kernel.WARPS = warps
+    target, before = torch.empty_like(x), (triton_kernel.WARPS, triton_kernel.RELOAD)
+    triton_kernel.WARPS, triton_kernel.RELOAD = warps, reload
     try:
         measures = {
             "copy": graph_seconds(lambda: target.copy_(x)),
@@ -354,7 +354,7 @@ def time_casts(warps: int) -> Result:
             "128x128": graph_seconds(lambda: block_cast(x, E4M3, BLOCK_128X128, POWER_OF_TWO)),
         }
     finally:
-        triton_kernel.WARPS = before
+        triton_kernel.WARPS, triton_kernel.RELOAD = before
     samples: dict[str, list[float]] = {name: [] for name in measures}
     for _ in range(8):
         for name, measure in measures.items():
@@ -399,8 +399,9 @@ def main() -> int:
             checks.run("linear", functools.partial(check_linear, shape, dtype), shape=shape, dtype=str(dtype))
     for shape in SPEED_SHAPES:
         checks.run("linear time", functools.partial(time_linear, *shape), shape=shape)
-    for warps in (4, 8, 16):
-        checks.run("cast speed", functools.partial(time_casts, warps), warps=warps)
+    for reload in (True, False):
+        for warps in (4, 8, 16):
+            checks.run("cast speed", functools.partial(time_casts, warps, reload), warps=warps, reload=reload)
     checks.run("compiled", check_compiled)
     check_casts(checks)
     checks.write(options.out)

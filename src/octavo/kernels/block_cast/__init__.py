@@ -6,8 +6,8 @@
     column_sum [K]       sum of x over its rows, in float32
 
 M' is M rounded up to a multiple of 16, M'' of 128; likewise K. Scales are in the layout that the product reads,
-`octavo.kernels.block_cast.layout`. A product's blocks lie along its K, which is M in the weight gradient: activations and
-gradients are quantized twice, each time from high precision, and weights once.
+`octavo.kernels.block_cast.layout`. A product's blocks lie along its K, which is M in the weight gradient: activations
+and gradients are quantized twice, each time from high precision, and weights once.
 
 The amax of every block comes from the same read: a tile of 128 x 128 holds 128 blocks of either kind. Bytes moved an
 element of bf16: 2 read, 2 written, and 4 / 128 a scale; current scaling with one scale a tensor reads twice.

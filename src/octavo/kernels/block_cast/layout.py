@@ -6,8 +6,8 @@ Of an operand [M, K], K-major, with 128 of K a block:
     scale, 1x128     [K' / 128, M']      one a row and block of K
     scale, 128x128   [ceil(M / 128), B]  B = K' / 128 rounded up to a multiple of 4
 
-Scales are filled up with ones. cuBLASLt reads the first kind as a matrix [M', K' / 128] whose columns are contiguous, and
-the second with its K padded, so that every row of it begins at a multiple of 16 bytes.
+Scales are filled up with ones. cuBLASLt reads the first kind as a matrix [M', K' / 128] whose columns are contiguous,
+and the second with its K padded, so that every row of it begins at a multiple of 16 bytes.
 """
 
 from __future__ import annotations

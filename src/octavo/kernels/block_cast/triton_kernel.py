@@ -30,6 +30,8 @@ from octavo.scaling import BLOCK_128X128, Granularity
 from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
 
 WARPS = 8
+# Whether codes are made of values read once more, from the L1 cache, instead of held in registers.
+RELOAD = True
 
 
 @triton.jit
@@ -41,16 +43,39 @@ def _multiplier_of(
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """(multiplier, scale) of amaxes, by `octavo.scaling.rules`; divisions are rounded, unlike Triton's `/`."""
+    """(multiplier, scale) of finite amaxes, by `octavo.scaling.rules`.
+
+    A power of two needs no division. With M = 1.75 * 2^k, which both formats have, M / amax rounded down to one is the
+    difference of the exponents, less one if the fraction of amax is above .75: the difference of the two numbers' bits,
+    without its fraction. (No quotient below a power of two is so near that rounding would reach it.) Its reciprocal is
+    exact: exponents add up to 254.
+    """
     raised = tl.where(amax < EPSILON, EPSILON, amax)
-    m = tl.div_rn(tl.full(raised.shape, FORMAT_MAX, tl.float32), raised)
-    m = tl.where(raised == 0.0, 1.0, m)
-    m = tl.where(m < SMALLEST, SMALLEST, m)
-    m = tl.where(m > LARGEST, LARGEST, m)
     if POWER_OF_TWO:
-        # Without its fraction, a normal float32 is the power of two below.
-        m = (m.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
-    return m, tl.div_rn(tl.full(m.shape, 1.0, tl.float32), m)
+        # What is smaller than this has the largest multiplier, too.
+        bits = tl.maximum(raised, FORMAT_MAX * SMALLEST).to(tl.int32, bitcast=True)
+        top = tl.full(bits.shape, FORMAT_MAX, tl.float32).to(tl.int32, bitcast=True)
+        exponent = ((top - bits) & -0x800000) + 0x3F800000
+        m = tl.where(raised == 0.0, 1.0, exponent.to(tl.float32, bitcast=True))
+        scale = (0x7F000000 - m.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    else:
+        # Divisions are rounded, unlike Triton's `/`.
+        m = tl.div_rn(tl.full(raised.shape, FORMAT_MAX, tl.float32), raised)
+        m = tl.where(raised == 0.0, 1.0, m)
+        m = tl.where(m < SMALLEST, SMALLEST, m)
+        m = tl.where(m > LARGEST, LARGEST, m)
+        scale = tl.div_rn(tl.full(m.shape, 1.0, tl.float32), m)
+    return m, scale
+
+
+@triton.jit
+def _load(source, inside, INF_TO_NAN: tl.constexpr):
+    """float32 values, 0 outside; of a gradient, inf as NaN."""
+    values = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    if INF_TO_NAN:
+        # inf - inf is NaN; 0 taken from anything changes nothing, the sign of a zero included.
+        values = values - (values - values)
+    return values
 
 
 @triton.jit
@@ -94,6 +119,7 @@ def block_cast_kernel(
     FORMAT_MAX: tl.constexpr,
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
+    RELOAD: tl.constexpr,
 ):
     """One tile of x [rows, columns], whose rows are contiguous.
 
@@ -108,58 +134,58 @@ def block_cast_kernel(
     pair = tile_row * 64 + tl.arange(0, 64)
     column = tile_column * 128 + tl.arange(0, 128)
     row_0, row_1 = 2 * pair, 2 * pair + 1
-    # 2. Its values, even rows and odd ones, each [64, 128].
-    source = x + row_0[:, None] * stride_row + column[None, :]
-    within = (column < columns)[None, :]
-    values_0 = tl.load(source, mask=(row_0 < rows)[:, None] & within, other=0.0).to(tl.float32)
-    values_1 = tl.load(source + stride_row, mask=(row_1 < rows)[:, None] & within, other=0.0).to(tl.float32)
-    # 3. Their sums; then inf counts as NaN. (0 taken from anything changes nothing, the sign of a zero included.)
+    # 2. Its values, even rows and odd ones, each [64, 128]: where, and what is inside.
+    source_0 = x + row_0[:, None] * stride_row + column[None, :]
+    source_1 = source_0 + stride_row
+    inside_0 = (row_0 < rows)[:, None] & (column < columns)[None, :]
+    inside_1 = (row_1 < rows)[:, None] & (column < columns)[None, :]
+    # 3. Their sums, and their amaxes.
     if COLUMN_SUM:
-        tl.store(sums + tile_row * columns + column, tl.sum(values_0 + values_1, axis=0), mask=column < columns)
-    if INF_TO_NAN:
-        values_0 = values_0 - (values_0 - values_0)
-        values_1 = values_1 - (values_1 - values_1)
-    # 4. amaxes, multipliers, scales, codes.
+        total = tl.sum(_load(source_0, inside_0, False) + _load(source_1, inside_1, False), axis=0)
+        tl.store(sums + tile_row * columns + column, total, mask=column < columns)
+    values_0, values_1 = _load(source_0, inside_0, INF_TO_NAN), _load(source_1, inside_1, INF_TO_NAN)
     finite_0, finite_1 = _finite_magnitude(values_0), _finite_magnitude(values_1)
+    by_column = tl.max(tl.maximum(finite_0, finite_1), axis=0)
+    # 4. Multipliers and scales.
     padded_rows, padded_columns = (rows + 15) // 16 * 16, (columns + 15) // 16 * 16
     if SQUARE:
-        largest = tl.max(tl.max(tl.maximum(finite_0, finite_1), axis=1), axis=0)
-        m, used = _multiplier_of(largest, EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
-        scaled_0, scaled_1 = values_0 * m, values_1 * m
+        m_0, used = _multiplier_of(tl.max(by_column, axis=0), EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
+        m_1, m_t = m_0, m_0
         if HAS_CODES:
             width = (wide + 3) // 4 * 4
             _store_square_scale(scale + tile_row * width, tile_column, wide, width, used)
         if HAS_CODES_T:
             width = (tall + 3) // 4 * 4
             _store_square_scale(scale_t + tile_column * width, tile_row, tall, width, used)
-    elif HAS_CODES:
-        m_0, used_0 = _multiplier_of(tl.max(finite_0, axis=1), EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
-        m_1, used_1 = _multiplier_of(tl.max(finite_1, axis=1), EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
-        scaled_0, scaled_1 = values_0 * m_0[:, None], values_1 * m_1[:, None]
-        tl.store(
-            scale + tile_column * padded_rows + row_0, tl.where(row_0 < rows, used_0, 1.0), mask=row_0 < padded_rows
-        )
-        tl.store(
-            scale + tile_column * padded_rows + row_1, tl.where(row_1 < rows, used_1, 1.0), mask=row_1 < padded_rows
-        )
+    else:
+        if HAS_CODES:
+            m_0, used_0 = _multiplier_of(tl.max(finite_0, axis=1), EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
+            m_1, used_1 = _multiplier_of(tl.max(finite_1, axis=1), EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
+            target = scale + tile_column * padded_rows
+            tl.store(target + row_0, tl.where(row_0 < rows, used_0, 1.0), mask=row_0 < padded_rows)
+            tl.store(target + row_1, tl.where(row_1 < rows, used_1, 1.0), mask=row_1 < padded_rows)
+            m_0, m_1 = m_0[:, None], m_1[:, None]
+        if HAS_CODES_T:
+            m_t, used_t = _multiplier_of(by_column, EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
+            target = scale_t + tile_row * padded_columns + column
+            tl.store(target, tl.where(column < columns, used_t, 1.0), mask=column < padded_columns)
+            m_t = m_t[None, :]
+    # 5. Codes. RELOAD: held in registers, the values would leave a multiprocessor one tile, and nothing to do while that
+    # one waits for its data.
     if HAS_CODES:
+        if RELOAD:
+            values_0 = _load(source_0, inside_0, INF_TO_NAN)
+            values_1 = _load(source_1, inside_1, INF_TO_NAN)
         # No mask within a row: it is a whole number of tiles.
         target = codes + row_0[:, None] * (wide * 128) + column[None, :]
-        tl.store(target, scaled_0.to(CODE), mask=(row_0 < padded_rows)[:, None])
-        tl.store(target + wide * 128, scaled_1.to(CODE), mask=(row_1 < padded_rows)[:, None])
-    # 5. The other layout, two codes a word.
+        tl.store(target, (values_0 * m_0).to(CODE), mask=(row_0 < padded_rows)[:, None])
+        tl.store(target + wide * 128, (values_1 * m_1).to(CODE), mask=(row_1 < padded_rows)[:, None])
+    # 6. The other layout, two codes a word.
     if HAS_CODES_T:
-        if not SQUARE:
-            m_t, used_t = _multiplier_of(
-                tl.max(tl.maximum(finite_0, finite_1), axis=0), EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST
-            )
-            scaled_0, scaled_1 = values_0 * m_t[None, :], values_1 * m_t[None, :]
-            tl.store(
-                scale_t + tile_row * padded_columns + column,
-                tl.where(column < columns, used_t, 1.0),
-                mask=column < padded_columns,
-            )
-        words = _pairs_of_codes(scaled_1, scaled_0, CODE, INTERPRETED)
+        if RELOAD:
+            values_0 = _load(source_0, inside_0, INF_TO_NAN)
+            values_1 = _load(source_1, inside_1, INF_TO_NAN)
+        words = _pairs_of_codes(values_1 * m_t, values_0 * m_t, CODE, INTERPRETED)
         target_t = codes_t.to(tl.pointer_type(tl.uint16)) + column[:, None] * (tall * 64) + pair[None, :]
         tl.store(target_t, tl.trans(words), mask=(column < padded_columns)[:, None])
 
@@ -223,6 +249,7 @@ def prepare(
             format.max,
             SMALLEST_MULTIPLIER,
             LARGEST_MULTIPLIER,
+            RELOAD,
         ),
     )
 

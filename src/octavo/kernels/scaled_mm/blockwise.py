@@ -6,7 +6,8 @@ On Hopper it runs in cuBLASLt (12.9 or later), which promotes the sum of every b
 accumulation is precise by nature. Elsewhere it is emulated: values in float32, products and sums in float32.
 
 torch takes E4M3 by E4M3 only. `torch._scaled_mm`, the older operator, has no place for the 128x128 scales of a K whose
-blocks are no multiple of 4: the newer one is called, `torch._scaled_mm_v2`, which `torch.nn.functional.scaled_mm` wraps.
+blocks are no multiple of 4: the newer one is called, `torch._scaled_mm_v2`, which `torch.nn.functional.scaled_mm`
+wraps.
 """
 
 from __future__ import annotations

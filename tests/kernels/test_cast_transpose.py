@@ -212,19 +212,16 @@ def test_the_amax_joins_what_is_gathered_by_max_in_place(kind: str) -> None:
             assert gathered.item() == start
 
 
-def test_what_a_cast_gathers_changes_no_scale_it_gives_and_a_written_scale_no_codes() -> None:
-    """The scale used is a tensor of its own, in both layouts, whatever becomes of the one given."""
-    x = torch.randn(16, 16)
-    for source in (torch.tensor(0.7), torch.full((16, 1), 0.7)):
-        output = cast_transpose(x, E4M3, source, None)
-        source.fill_(9.0)
-        assert output.scale is not None
-        assert torch.equal(output.scale, torch.full_like(output.scale, 0.7))
-    column = torch.full((1, 16), 0.7)
-    output = cast_transpose(x, E4M3, None, column)
+def test_scales_by_row_and_by_column_come_out_as_tensors_of_their_own() -> None:
+    """Whatever becomes of those given. (One scale of the whole may come out as it is: see the module.)"""
+    x, row, column = torch.randn(16, 16), torch.full((16, 1), 0.7), torch.full((1, 16), 0.3)
+    output = cast_transpose(x, E4M3, row, column)
+    row.fill_(9.0)
     column.fill_(9.0)
+    assert output.scale is not None
     assert output.scale_t is not None
-    assert torch.equal(output.scale_t, torch.full((16, 1), 0.7))
+    assert torch.equal(output.scale, torch.full((16, 1), 0.7))
+    assert torch.equal(output.scale_t, torch.full((16, 1), 0.3))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -260,7 +257,8 @@ def test_layouts_scales_and_input_share_no_memory() -> None:
         for pair in ((ONE, ONE), (torch.ones(shape[0], 1), torch.ones(1, shape[1]))):
             output = cast_transpose(x, E4M3, *pair, column_sum=True)
             owned = {id(t): t for t in (output.codes, output.codes_t, output.scale, output.scale_t, output.column_sum)}
-            addresses = [t.untyped_storage().data_ptr() for t in (x, *pair[:1], *owned.values()) if t is not None]
+            given_vectors = [source for source in pair if source.dim() == 2]
+            addresses = [t.untyped_storage().data_ptr() for t in (x, *given_vectors, *owned.values()) if t is not None]
             assert len(set(addresses)) == len(addresses)
             # One scale of both layouts is one tensor.
             assert (output.scale is output.scale_t) == (pair[0] is pair[1])

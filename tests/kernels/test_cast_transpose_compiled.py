@@ -47,6 +47,22 @@ def test_compiled_into_one_graph_it_gives_the_same(kind: str) -> None:
         assert gathered.item() == 1e9
 
 
+@pytest.mark.parametrize("shape", [(), (16, 1)])
+def test_compiled_code_gives_scales_of_their_own(shape: tuple[int, ...]) -> None:
+    """What is written into the given one after the cast, in the graph or later, leaves them alone."""
+    torch._dynamo.reset()
+
+    def cast(x: Tensor, scale: Tensor) -> tuple[Tensor | None, ...]:
+        output = cast_transpose(x, E4M3, scale, None)
+        scale.mul_(2)
+        return output.codes, output.scale
+
+    x, scale = torch.randn(16, 16), torch.full(shape, 0.7)
+    codes, used = torch.compile(cast, fullgraph=True, backend="aot_eager")(x, scale)
+    scale.fill_(9.0)
+    assert_same((codes, used), cast_transpose(x, E4M3, torch.full(shape, 0.7), None)[:2])
+
+
 def test_one_graph_serves_every_number_of_rows() -> None:
     torch._dynamo.reset()
     graphs: list[int] = []

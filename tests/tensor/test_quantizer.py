@@ -16,6 +16,7 @@ from octavo.tensor import (
     QuantizeSpec,
     StaticQuantizer,
     UsedScale,
+    close_step,
     operand_of,
 )
 
@@ -59,9 +60,12 @@ def test_a_delayed_quantizer_uses_the_past_and_gathers_the_present() -> None:
     for amax in (3.0, 7.0, 5.0):
         operand = quantizer(torch.full((16, 16), amax), True, True)
         assert operand.scale.item() == operand.scale_t.item() == 0.5
-        assert operand.scale is not state.scale, "what is written into the state leaves the operand alone"
         assert decoded(operand.codes, operand.scale, 16, 16)[0, 0] == amax
     assert state.gathered.item() == 7.0
+    close_step([state], [torch.tensor([0.0])], [torch.tensor(3.0)], [True])
+    assert operand.scale.item() == operand.scale_t.item() == 0.5, "an update leaves what was cast before it alone"
+    assert state.scale.item() == 3.0
+    state.gathered.fill_(7.0)
     DelayedQuantizer(spec, state, gather=False, from_data=False)(torch.full((16, 16), 9.0), True, False)
     assert state.gathered.item() == 7.0
     measured = DelayedQuantizer(spec, state, gather=False, from_data=True)(torch.full((16, 16), 9.0), True, False)

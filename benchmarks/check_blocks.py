@@ -33,7 +33,7 @@ from benchmarks.kernel_inputs import layouts
 from benchmarks.kernel_speed import graph_seconds
 from octavo.formats import E4M3, E5M2, Format, decode
 from octavo.kernels import ScaleRule
-from octavo.kernels.block_cast import block_cast, block_cast_reference, triton_kernel
+from octavo.kernels.block_cast import block_cast, block_cast_reference, expanded, is_by_row, triton_kernel
 from octavo.kernels.scaled_mm import blockwise, scaled_mm
 from octavo.recipes import BlockScaling, CurrentScaling, Recipe
 from octavo.scaling import BLOCK_1X128, BLOCK_128X128, Granularity
@@ -142,7 +142,7 @@ def bound_of(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> tuple[Te
     for block in range(a.shape[1] // 128):
         part = slice(128 * block, 128 * block + 128)
         rows = scale_a[block].double()[:, None]
-        if blockwise._is_by_row(scale_b, b):
+        if is_by_row(scale_b, b):
             columns = scale_b[block].double()
         else:
             columns = scale_b[:, block].double().repeat_interleave(128)[: b.shape[0]]
@@ -160,8 +160,7 @@ def one_product(kind: str, m: int, k: int, n: int, dtype: torch.dtype, with_bias
     exact, bound = bound_of(a, b, scale_a, scale_b)
     addend = 0.0 if bias is None else bias.double()
     # Emulation multiplies decoded values, each rounded once if its scale is no power of two, and sums K of them.
-    terms = decode(a, torch.float64).abs(), decode(b, torch.float64).abs()
-    emulated_bound = bound + 2.0**-24 * (a.shape[1] + 3) * bound_of_sums(*terms, scale_a, scale_b, b)
+    emulated_bound = bound + 2.0**-24 * (a.shape[1] + 3) * of_magnitudes(a, b, scale_a, scale_b)
     info = torch.finfo(dtype)
     rounding = (exact + addend).abs() * (info.eps / 2 + 2 * 2.0**-24) + info.tiny * info.eps
     result: Result = {"native": blockwise.runs_natively(a, b)}
@@ -184,12 +183,10 @@ def one_product(kind: str, m: int, k: int, n: int, dtype: torch.dtype, with_bias
     return result | {"ok": ok}
 
 
-def bound_of_sums(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, codes_b: Tensor) -> Tensor:
+def of_magnitudes(codes_a: Tensor, codes_b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
     """The product of magnitudes, float64 [M, N]."""
-    by_row = blockwise._is_by_row(scale_b, codes_b)
-    spread = scale_b.t() if by_row else scale_b[:, : a.shape[1] // 128].repeat_interleave(128, 0)[: b.shape[0]]
-    left = a * scale_a.t().double().repeat_interleave(128, 1)
-    return left @ (b * spread.double().repeat_interleave(128, 1)).t()
+    a, b = decode(codes_a, torch.float64).abs(), decode(codes_b, torch.float64).abs()
+    return (a * expanded(scale_a, codes_a)) @ (b * expanded(scale_b, codes_b)).t()
 
 
 def check_products(checks: Checks) -> None:

@@ -53,7 +53,7 @@ def linear(
 def quantize_weight(weight: Tensor, plan: LinearPlan, rowwise: bool, columnwise: bool) -> Operand:
     """Codes of a weight [N, K]; of one that is FP8 already, its own."""
     if isinstance(weight, QuantizedTensor):
-        return operand_of(weight, plan.weight, rowwise, columnwise)
+        return operand_of(weight, plan.weight, rowwise, columnwise, plan.weight_spec.granularity)
     return plan.weight(weight, rowwise, columnwise)
 
 

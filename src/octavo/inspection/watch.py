@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from octavo.formats import format_of
 from octavo.inspection.statistics import Statistics, cast_statistics
+from octavo.kernels import expanded, has_blocks
 from octavo.modules import FP8LinearMixin
 from octavo.recipes import OperandName
 from octavo.runtime import Observer
@@ -85,7 +86,10 @@ class watch:
         if codes is None or scale is None or not matrix.numel():
             return
         rows, columns = matrix.shape
-        shown = scale[:rows] if scale.dim() else scale  # without those of padding
+        # Without those of padding; one for each code where blocks share them.
+        shown = scale[:rows] if scale.dim() else scale
+        if has_blocks(scale, codes.shape[0]):
+            shown = expanded(scale, codes)[:rows, :columns]
         self.statistics[key] = cast_statistics(matrix, codes[:rows, :columns], shown, format_of(codes.dtype))
         self.scales[key] = shown.max().item()
 

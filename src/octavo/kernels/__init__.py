@@ -1,7 +1,7 @@
 """Operations on plain tensors: for each a contract, a PyTorch reference that defines it, and a Triton twin."""
 
 from octavo.kernels.amax import amax, amax_by_row_and_column, partial_amax
-from octavo.kernels.block_cast import block_cast, lay_out
+from octavo.kernels.block_cast import block_cast, expanded, has_blocks, lay_out
 from octavo.kernels.cast_transpose import CastOutput, ScaleRule, cast_transpose
 from octavo.kernels.delayed_update import delayed_update
 from octavo.kernels.layout import ALIGNMENT, SCALE_ALIGNMENT, pad_matrix, pad_row_scale, padded
@@ -18,6 +18,8 @@ __all__ = [
     "block_cast",
     "cast_transpose",
     "delayed_update",
+    "expanded",
+    "has_blocks",
     "lay_out",
     "pad_matrix",
     "pad_row_scale",

@@ -5,19 +5,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.kernels import pad_matrix, pad_row_scale
-from octavo.scaling import ROW, TENSOR
+from octavo.kernels import lay_out, pad_matrix, pad_row_scale
+from octavo.scaling import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity
 from octavo.tensor.quantized_tensor import QuantizedTensor, values
 from octavo.tensor.quantizer import Operand, Quantizer
 
 
-def operand_of(q: QuantizedTensor, quantizer: Quantizer, rowwise: bool, columnwise: bool) -> Operand:
+def operand_of(
+    q: QuantizedTensor, quantizer: Quantizer, rowwise: bool, columnwise: bool, granularity: Granularity = TENSOR
+) -> Operand:
     """Operand of a matrix q [M, K] in the layouts asked for.
 
     One scale a tensor serves both layouts. One scale a row serves the row-wise layout; the other one is quantized anew
-    by `quantizer`, from the decoded values, as is everything of any other granularity.
+    by `quantizer`, from the decoded values, as is everything of any other granularity. Blocks of 128x128 serve both
+    layouts of a product by blocks.
+
+    Args:
+        q: the matrix.
+        quantizer: of the operand.
+        rowwise, columnwise: the layouts.
+        granularity: of what `quantizer` makes. A product is by blocks in both operands or in none.
     """
     codes = scale = codes_t = scale_t = None
+    if granularity in (BLOCK_1X128, BLOCK_128X128):
+        if q.granularity is not BLOCK_128X128 or granularity is not BLOCK_128X128:
+            return quantizer(values(q.codes, q.scale, q.granularity), rowwise, columnwise)
+        codes, scale = lay_out(q.codes, q.scale, q.granularity) if rowwise else (None, None)
+        codes_t, scale_t = lay_out(q.codes.t(), q.scale.t(), q.granularity) if columnwise else (None, None)
+        return Operand(codes, scale, codes_t, scale_t)
     if q.granularity is TENSOR:
         padded = _pad(q.codes)
         codes, scale = (padded, q.scale) if rowwise else (None, None)

@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, Format, format_named
-from octavo.kernels.block_cast.layout import BLOCK, check_granularity, lay_out, scale_shape, whole_blocks
+from octavo.kernels.block_cast.layout import (
+    BLOCK,
+    check_granularity,
+    expanded,
+    has_blocks,
+    is_by_row,
+    lay_out,
+    scale_shape,
+    whole_blocks,
+)
 from octavo.kernels.block_cast.reference import block_cast_reference
 from octavo.kernels.cast_transpose import CastOutput, ScaleRule
 from octavo.kernels.layout import padded
@@ -165,6 +174,9 @@ __all__ = [
     "BLOCK",
     "block_cast",
     "block_cast_reference",
+    "expanded",
+    "has_blocks",
+    "is_by_row",
     "lay_out",
     "scale_shape",
     "unsupported_reasons",

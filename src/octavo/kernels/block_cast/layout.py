@@ -53,6 +53,24 @@ def lay_out(codes: Tensor, scale: Tensor, granularity: Granularity) -> tuple[Ten
     return laid_codes, laid
 
 
+def has_blocks(scale: Tensor, rows: int) -> bool:
+    """True if `scale`, of an operand of so many rows, is one by block rather than [] or [rows, 1]."""
+    return scale.dim() == 2 and (scale.shape[1] != 1 or scale.shape[0] != rows)
+
+
+def is_by_row(scale: Tensor, codes: Tensor) -> bool:
+    """True of a scale of 1x128. One of 128x128 never has such a shape, since the number of rows is a multiple of 16."""
+    return scale.shape[1] == codes.shape[0] and scale.shape[0] == (codes.shape[1] + BLOCK - 1) // BLOCK
+
+
+def expanded(scale: Tensor, codes: Tensor) -> Tensor:
+    """A scale by block as one of every code, of the shape of the codes [M', K']."""
+    rows, columns = codes.shape
+    of_k = (columns + BLOCK - 1) // BLOCK
+    by_row = scale.t() if is_by_row(scale, codes) else scale[:, :of_k].repeat_interleave(BLOCK, dim=0)[:rows]
+    return by_row.repeat_interleave(BLOCK, dim=1)[:, :columns]
+
+
 def check_granularity(granularity: Granularity) -> None:
     """Raise ValueError unless blocks are 1x128 or 128x128."""
     if granularity not in (BLOCK_1X128, BLOCK_128X128):

@@ -170,8 +170,8 @@ def block_cast_kernel(
             target = scale_t + tile_row * padded_columns + column
             tl.store(target, tl.where(column < columns, used_t, 1.0), mask=column < padded_columns)
             m_t = m_t[None, :]
-    # 5. Codes. RELOAD: held in registers, the values would leave a multiprocessor one tile, and nothing to do while that
-    # one waits for its data.
+    # 5. Codes. RELOAD: held in registers, the values would leave a multiprocessor one tile, and nothing to do while
+    # that one waits for its data.
     if HAS_CODES:
         if RELOAD:
             values_0 = _load(source_0, inside_0, INF_TO_NAN)

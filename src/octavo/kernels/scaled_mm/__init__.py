@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from octavo.kernels.block_cast.layout import has_blocks
 from octavo.kernels.library import register
 from octavo.kernels.scaled_mm import blockwise
 from octavo.kernels.scaled_mm.native import (
@@ -54,7 +55,7 @@ def scaled_mm(
             "precise" promotes partial sums to float32. Emulation sums in float32 either way, and scales by block are
             always precise.
     """
-    if blockwise.has_blocks(scale_a, a.shape[0]):
+    if has_blocks(scale_a, a.shape[0]):
         return blockwise.block_scaled_mm(a, b, scale_a, scale_b, bias, out_dtype)
     if torch.compiler.is_compiling():
         if a.is_cuda and multiplies(a.device.index) and not shape_reasons(a, b):
@@ -72,7 +73,7 @@ def runs_natively(a: Tensor, b: Tensor, scale_a: Tensor | None = None) -> bool:
         a, b: codes [M, K] and [N, K].
         scale_a: of a, which tells products by block; None stands for one scale, or one a row.
     """
-    if scale_a is not None and blockwise.has_blocks(scale_a, a.shape[0]):
+    if scale_a is not None and has_blocks(scale_a, a.shape[0]):
         return blockwise.runs_natively(a, b)
     return a.is_cuda and multiplies_on(a.device.index) and not shape_reasons(a, b)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from octavo.formats import E4M3, decode
-from octavo.kernels.block_cast.layout import BLOCK
+from octavo.kernels.block_cast.layout import BLOCK, expanded, is_by_row
 from octavo.kernels.layout import ALIGNMENT
 from octavo.kernels.library import register
 
@@ -80,11 +80,6 @@ def runs_natively(a: Tensor, b: Tensor) -> bool:
     return a.is_cuda and not _device_reasons(a.device.index or 0) and not shape_reasons(a, b)
 
 
-def has_blocks(scale: Tensor, rows: int) -> bool:
-    """True if `scale`, of an operand of so many rows, is one by block rather than [] or [rows, 1]."""
-    return scale.dim() == 2 and (scale.shape[1] != 1 or scale.shape[0] != rows)
-
-
 def block_scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
@@ -117,7 +112,7 @@ def block_scaled_mm_native(
     inside = bias if BIAS_INSIDE and bias is not None and bias.dtype == out_dtype != torch.float32 else None
     # Any other bias: the float32 accumulator, then the bias, one rounding.
     dtype = out_dtype if bias is None or inside is not None else torch.float32
-    kind_b = _1X128 if _is_by_row(scale_b, b) else _128X128
+    kind_b = _1X128 if is_by_row(scale_b, b) else _128X128
     out: Tensor = torch._scaled_mm_v2(
         a, b.t(), [scale_a.t()], _1X128, [], [scale_b.t()], kind_b, [], inside, dtype, (), False
     )  # fmt: skip
@@ -128,8 +123,8 @@ def block_scaled_mm_reference(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """As `block_scaled_mm` in plain PyTorch, any device: the emulation, and the definition."""
-    # 1. Values of the codes, times the scales of their blocks.  [M, K], [N, K]
-    a32, b32 = _values(a, scale_a), _values(b, scale_b)
+    # 1. Values of the codes, times the scales of their blocks (exact if these are powers of two).  [M, K], [N, K]
+    a32, b32 = decode(a) * expanded(scale_a, a), decode(b) * expanded(scale_b, b)
     # 2. Products and sums, in float32 also where torch.autocast is on.  [M, K] @ [K, N] -> [M, N]
     with torch.autocast(a.device.type, enabled=False):
         out = a32 @ b32.t()
@@ -139,19 +134,6 @@ def block_scaled_mm_reference(
 
 def _with_bias(out: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     return (out if bias is None else out + bias.float()).to(out_dtype)
-
-
-def _values(codes: Tensor, scale: Tensor) -> Tensor:
-    """code * scale in float32 (exact if the scales are powers of two).  [M, K]"""
-    rows, columns = codes.shape
-    of_k = (columns + BLOCK - 1) // BLOCK
-    by_row = scale.t() if _is_by_row(scale, codes) else scale[:, :of_k].repeat_interleave(BLOCK, dim=0)[:rows]
-    return decode(codes) * by_row.repeat_interleave(BLOCK, dim=1)[:, :columns]
-
-
-def _is_by_row(scale: Tensor, codes: Tensor) -> bool:
-    """1x128: [K / 128, M]. A scale of 128x128 blocks never has that shape, since M is a multiple of 16."""
-    return scale.shape[1] == codes.shape[0] and scale.shape[0] == (codes.shape[1] + BLOCK - 1) // BLOCK
 
 
 _operator = register(

@@ -10,7 +10,6 @@ from torch import Tensor
 from octavo.formats import E4M3, E5M2
 from octavo.kernels.layout import ALIGNMENT, SCALE_ALIGNMENT
 
-
 _PAIRS = {(E4M3.dtype, E4M3.dtype), (E4M3.dtype, E5M2.dtype), (E5M2.dtype, E4M3.dtype)}
 
 
@@ -67,7 +66,7 @@ def shape_reasons(a: Tensor, b: Tensor) -> list[str]:
 
 
 def _aligned(scale: Tensor) -> Tensor:
-    """The scale where cuBLASLt can read it: a view into other numbers may begin anywhere, what a cast gives does not."""
+    """The scale where cuBLASLt can read it: a view into other numbers may begin anywhere, unlike what a cast gives."""
     if torch.compiler.is_compiling():
         return scale
     return scale.clone() if scale.data_ptr() % SCALE_ALIGNMENT else scale

@@ -8,6 +8,7 @@ same; what is around them stays Inductor's.
 from __future__ import annotations
 
 import torch
+import torch._inductor.config
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
@@ -15,6 +16,11 @@ from octavo.formats import format_named
 from octavo.kernels.amax import triton_kernel as amax_kernels
 from octavo.kernels.cast_transpose import triton_kernel as cast_kernels
 from octavo.kernels.cast_transpose.rule import ScaleRule
+
+# Off by default in torch 2.11 to 2.13, and then every launch goes through Triton's own launcher, which asks the driver
+# about each pointer: some 50 µs where Inductor's takes a few.
+if hasattr(torch._inductor.config, "static_launch_user_defined_triton_kernels"):
+    torch._inductor.config.static_launch_user_defined_triton_kernels = True
 
 
 @triton_op("octavo::partial_amax_inductor", mutates_args=())
@@ -28,7 +34,7 @@ def partial_amax_inductor(x: Tensor) -> Tensor:
     return out
 
 
-@triton_op("octavo::cast_transpose_inductor", mutates_args=())
+@triton_op("octavo::cast_transpose_inductor", mutates_args={"gathered"})
 def cast_transpose_inductor(
     x: Tensor,
     format: str,
@@ -36,20 +42,16 @@ def cast_transpose_inductor(
     columnwise: Tensor | None,
     epsilon: str | None,
     power_of_two: bool,
-    gather: bool,
+    gathered: Tensor | None,
     inf_to_nan: bool,
     column_sum: bool,
     shared: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`octavo.kernels.cast_transpose.cast_transpose`; an empty tensor for what is not wanted.
-
-    The sums are partial, and the last output are parts of the amax, which the caller gathers.
-    """
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`octavo.kernels.cast_transpose.cast_transpose`; an empty tensor for what is not wanted. The sums are partial."""
     x = x if x.stride(1) == 1 else x.contiguous()
     rule = None if epsilon is None else ScaleRule(epsilon, power_of_two)
-    wanted = x if gather else None
-    outputs, parts, programs, tensors, numbers, constants = cast_kernels.prepare(
-        x, format_named(format), rowwise, rowwise if shared else columnwise, rule, wanted, inf_to_nan, column_sum,
+    outputs, programs, tensors, numbers, constants = cast_kernels.prepare(
+        x, format_named(format), rowwise, rowwise if shared else columnwise, rule, gathered, inf_to_nan, column_sum,
         traced=True,
     )  # fmt: skip
     wrap_triton(cast_kernels.cast_transpose_kernel)[(programs,)](
@@ -60,8 +62,7 @@ def cast_transpose_inductor(
         scale = scale.reshape(())
     if scale_t is not None and columnwise is not None and columnwise.dim() != 2:
         scale_t = scale_t.reshape(())
-    codes, scale, codes_t, scale_t, sums, parts = (
-        x.new_empty(0) if out is None else out
-        for out in (codes, scale, codes_t, None if shared else scale_t, sums, parts)
+    codes, scale, codes_t, scale_t, sums = (
+        x.new_empty(0) if out is None else out for out in (codes, scale, codes_t, None if shared else scale_t, sums)
     )
-    return codes, scale, codes_t, scale_t, sums, parts
+    return codes, scale, codes_t, scale_t, sums

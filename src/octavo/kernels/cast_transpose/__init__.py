@@ -124,19 +124,17 @@ def _compiled(
     # Tracing makes the same tensor two arguments, so that it is said that they are the same.
     shared = rowwise is columnwise
     native = x.is_cuda and runs_compiled(x.device.index, format.name)
-    operator = _inductor_operator() if native else _operator
-    gather = gathered is not None
-    *outputs, largest = operator(
-        x, format.name, rowwise, columnwise, epsilon, power_of_two, gather, inf_to_nan, column_sum, shared
-    )
+    arguments = (x, format.name, rowwise, columnwise, epsilon, power_of_two)
+    if native:
+        outputs = _inductor_operator()(*arguments, gathered, inf_to_nan, column_sum, shared)
+    else:
+        *outputs, largest = _operator(*arguments, gathered is not None, inf_to_nan, column_sum, shared)
+        if gathered is not None:
+            gathered.copy_(torch.maximum(gathered, largest))
     wanted = (rowwise, rowwise, columnwise, columnwise, column_sum or None)
     codes, scale, codes_t, scale_t, sums = (
         out if want is not None else None for out, want in zip(outputs, wanted, strict=True)
     )
-    if gathered is not None:
-        # Not by the operator: a checkpoint in compiled code would run it again in the backward, with a tensor that has
-        # been written to since.
-        gathered.copy_(torch.maximum(gathered, largest.amax()))
     if native and sums is not None:
         sums = sums.sum(0)
     return CastOutput(codes, scale, codes_t, scale if shared else scale_t, sums)

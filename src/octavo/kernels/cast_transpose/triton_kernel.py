@@ -157,7 +157,6 @@ def cast_transpose_kernel(
     POWER_OF_TWO: tl.constexpr,
     STORE_SCALE: tl.constexpr,
     GATHER: tl.constexpr,
-    GATHER_ATOMIC: tl.constexpr,
     INF_TO_NAN: tl.constexpr,
     COLUMN_SUM: tl.constexpr,
     CODE: tl.constexpr,
@@ -170,10 +169,10 @@ def cast_transpose_kernel(
 ):
     """One block of x [rows, columns], whose rows are contiguous.
 
-    -> codes [padded rows, padded columns] with scale, codes_t its transpose with scale_t, gathered [] (or [programs],
-    unless GATHER_ATOMIC), and sums [blocks of rows, columns].  SHARED: both layouts hold the same codes. BY_ROW,
-    BY_COLUMN: what is given is a vector; else PARTIALS, PARTIALS_T numbers whose largest counts. STORE_SCALE: a scale of
-    the whole matrix is written too.
+    -> codes [padded rows, padded columns] with scale, codes_t its transpose with scale_t, gathered [], and
+    sums [blocks of rows, columns]. SHARED: both layouts hold the same codes. BY_ROW, BY_COLUMN: what is given is a
+    vector; else PARTIALS, PARTIALS_T numbers whose largest counts. STORE_SCALE: a scale of the whole matrix is written
+    too.
     """
     PAIRS: tl.constexpr = BLOCK_ROWS // 2
     # 1. Which block; 64 bits, since an offset can exceed 2^31.
@@ -199,10 +198,7 @@ def cast_transpose_kernel(
         largest = tl.max(tl.max(magnitude, axis=1), axis=0)
         if not (largest < float("inf")):
             largest = tl.maximum(_largest_finite(tl.abs(values_0)), _largest_finite(tl.abs(values_1)))
-        if GATHER_ATOMIC:
-            tl.atomic_max(gathered, largest, sem="relaxed")
-        else:
-            tl.store(gathered + program, largest)
+        tl.atomic_max(gathered, largest, sem="relaxed")
     if COLUMN_SUM:
         total = tl.sum(values_0 + values_1, axis=0)
         tl.store(sums + tile_row.to(tl.int64) * columns + column, total, mask=column < columns)
@@ -262,7 +258,6 @@ class _Call(NamedTuple):
     """A launch: what it writes, how many programs, and the kernel's arguments in three parts."""
 
     outputs: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-    gathered: Tensor | None
     programs: int
     tensors: tuple[Tensor, ...]
     numbers: tuple[int, ...]
@@ -282,9 +277,8 @@ def prepare(
 ) -> _Call:
     """The launch for an x whose rows are contiguous; its sums [blocks of rows, K] are partial.
 
-    Traced, a launch mutates nothing and gives no output that is an input: `gathered` only says that an amax is wanted,
-    which comes out in parts [programs], and every scale is new (of a whole matrix [1]: a new scalar Inductor would fill
-    before it is written).
+    Traced, no output is an input: every scale is new (of a whole matrix [1]: a new scalar Inductor would fill before it
+    is written).
     """
     rows, columns = x.shape
     padded_rows, padded_columns = padded(rows), padded(columns)
@@ -309,8 +303,6 @@ def prepare(
     large = not isinstance(rows, int) or rows * columns >= _LARGE
     block_rows = _BLOCK_ROWS_LARGE if large else _BLOCK_ROWS
     tiles_tall, tiles_wide = -(-padded_rows // block_rows), -(-padded_columns // _BLOCK_COLUMNS)
-    if traced and gathered is not None:
-        gathered = x.new_empty(tiles_tall * tiles_wide, dtype=torch.float32)
     if column_sum:
         sums = x.new_empty((tiles_tall, columns), dtype=torch.float32)
     rowwise, columnwise = _readable(rowwise), _readable(columnwise)
@@ -318,7 +310,6 @@ def prepare(
     unused = codes if codes is not None else codes_t if codes_t is not None else x if gathered is None else gathered
     return _Call(
         (codes, scale, codes_t, scale_t, sums),
-        gathered,
         tiles_tall * tiles_wide,
         (
             x,
@@ -345,7 +336,6 @@ def prepare(
             rule is not None and rule.power_of_two,
             stores_scale,
             gathered is not None,
-            not traced,
             inf_to_nan,
             column_sum,
             _CODE_DTYPES[format.name],
@@ -396,7 +386,7 @@ def cast_transpose_triton(
             )
             return codes, scale, codes_t, scale_t, x.sum(0, dtype=torch.float32) if column_sum else None
         x = x.contiguous()
-    outputs, _, programs, tensors, numbers, constants = prepare(
+    outputs, programs, tensors, numbers, constants = prepare(
         x, format, rowwise, columnwise, rule, gathered, inf_to_nan, column_sum
     )
     codes, scale, codes_t, scale_t, sums = outputs

@@ -1,0 +1,206 @@
+"""activation_cast: an activation function and the cast of its result, in one pass over memory.
+
+    y                = f(x), or f(first half of x) * second half     float32, then rounded `through` a dtype
+    codes   [M', K'] = cast(y / scale)            codes_t [K', M'] = codes^T
+    gathered []      = max(gathered, largest finite |y|)
+
+x is [M, K], or [M, 2K] of a gated function (`octavo.kernels.activations` has them all). M' and K' are M and K rounded
+up to a multiple of 16; what is added is zero. Bytes moved an element of the result in bf16: 2 read (4 if gated) and
+2 written, against 2 more written and 2 more read of an activation and then a cast. With current scaling, where the
+scale comes from the result, `activation_output` writes the result with its amax, so that only the cast is left.
+
+relu, srelu and their gated kinds are the reference's to the bit; of the others the twin's function differs by some
+units in the last place of float32 (`triton_functions.py` has the bounds), so that a few results that lie next to the
+middle of two codes take the other one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.formats import E4M3, E5M2, Format, format_named
+from octavo.kernels.activation_cast.reference import activation_cast_reference, activation_output_reference
+from octavo.kernels.activations import GATED, check_activation
+from octavo.kernels.layout import padded
+from octavo.kernels.library import register
+from octavo.kernels.operands import check_matrix, check_scale, check_through, merge, present
+from octavo.kernels.triton_support import device_reasons, runs_on, uses_triton
+
+
+class ActivationCastOutput(NamedTuple):
+    """codes [M', K'], their scale [], codes_t [K', M']; None for a layout that was not asked for."""
+
+    codes: Tensor | None
+    scale: Tensor
+    codes_t: Tensor | None
+
+
+class ActivationOutput(NamedTuple):
+    """output [M, K] in high precision, and amaxes [P] of its parts."""
+
+    output: Tensor
+    amaxes: Tensor
+
+
+def activation_cast(
+    x: Tensor,
+    activation: str,
+    format: Format,
+    scale: Tensor,
+    *,
+    through: torch.dtype | None = None,
+    gathered: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> ActivationCastOutput:
+    """Codes of the activation of a matrix x [M, K] or [M, 2K] (any floating dtype, any strides), by a known scale.
+
+    Args:
+        x: the matrix.
+        activation: its name, see `octavo.kernels.activations`.
+        format: of the codes.
+        scale: float32 [].
+        through: what the float32 result is rounded to before it is cast, as a separate activation would have handed it
+            on; None casts the float32 itself.
+        gathered: float32 [], to which the amax of the result is added by max, in place.
+        rowwise, columnwise: which layouts to give.
+
+    Raises:
+        ValueError: an argument has another shape or dtype, or the activation is unknown.
+    """
+    _check("activation_cast", x, activation, through)
+    check_scale("activation_cast", scale)
+    if not torch.compiler.is_compiling():
+        return ActivationCastOutput(*_launch(x, activation, format, scale, through, gathered, rowwise, columnwise))
+    codes, used, codes_t, largest = _operator(
+        x, activation, format.name, scale, through, gathered is not None, rowwise, columnwise
+    )
+    merge(gathered, largest)
+    return ActivationCastOutput(codes if rowwise else None, used, codes_t if columnwise else None)
+
+
+def activation_output(x: Tensor, activation: str, dtype: torch.dtype) -> ActivationOutput:
+    """The activation of x in high precision, with parts of its amax as `cast_transpose` takes them.
+
+    Args: as of `activation_cast`; dtype: bfloat16, float16 or float32, to which the float32 result is rounded.
+    """
+    _check("activation_output", x, activation, dtype)
+    if torch.compiler.is_compiling():
+        return ActivationOutput(*_output_operator(x, activation, dtype))
+    return ActivationOutput(*_launch_output(x, activation, dtype))
+
+
+def unsupported_reasons(x: Tensor, format: Format) -> list[str]:
+    """Why the Triton twin does not run for this call; then the PyTorch reference does."""
+    reasons = device_reasons(x.device)
+    if format not in (E4M3, E5M2):
+        reasons.append(f"format {format.name}: NVIDIA's conversion instructions write E4M3 and E5M2")
+    return reasons
+
+
+def _check(operation: str, x: Tensor, activation: str, through: torch.dtype | None) -> None:
+    check_matrix(operation, "x", x)
+    check_activation(activation, x.shape[1])
+    check_through(operation, through)
+
+
+def _launch(
+    x: Tensor,
+    activation: str,
+    format: Format,
+    scale: Tensor,
+    through: torch.dtype | None,
+    gathered: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+    own_scale: bool = False,
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    if x.is_cuda and x.numel() and runs_on(x.device.index, format.name):
+        from octavo.kernels.activation_cast.triton_kernel import activation_cast_triton
+
+        return activation_cast_triton(x, activation, format, scale, through, gathered, rowwise, columnwise, own_scale)
+    return activation_cast_reference(x, activation, format, scale, through, gathered, rowwise, columnwise)
+
+
+def _launch_output(x: Tensor, activation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if uses_triton(x) and x.numel():
+        from octavo.kernels.activation_cast.triton_kernel import activation_output_triton
+
+        return activation_output_triton(x, activation, dtype)
+    return activation_output_reference(x, activation, dtype)
+
+
+def _width(x: Tensor, activation: str) -> int:
+    return x.shape[1] // 2 if activation in GATED else x.shape[1]
+
+
+def _implementation(
+    x: Tensor,
+    activation: str,
+    format: str,
+    scale: Tensor,
+    through: torch.dtype | None,
+    gather: bool,
+    rowwise: bool,
+    columnwise: bool,
+) -> tuple[Tensor, ...]:
+    gathered = x.new_zeros((), dtype=torch.float32) if gather else None
+    outputs = _launch(
+        x, activation, format_named(format), scale, through, gathered, rowwise, columnwise, own_scale=True
+    )
+    return present(*outputs, gathered, like=x)
+
+
+def _fake(
+    x: Tensor,
+    activation: str,
+    format: str,
+    scale: Tensor,
+    through: torch.dtype | None,
+    gather: bool,
+    rowwise: bool,
+    columnwise: bool,
+) -> tuple[Tensor, ...]:
+    rows, columns, dtype = padded(x.shape[0]), padded(_width(x, activation)), format_named(format).dtype
+    return present(
+        x.new_empty((rows, columns), dtype=dtype) if rowwise else None,
+        x.new_empty((), dtype=torch.float32),
+        x.new_empty((columns, rows), dtype=dtype) if columnwise else None,
+        x.new_empty((), dtype=torch.float32) if gather else None,
+        like=x,
+    )
+
+
+def _output_implementation(x: Tensor, activation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    output, amaxes = _launch_output(x, activation, dtype)
+    # How many parts there are depends on the number of rows, which must not make a graph of its own.
+    return output, amaxes.amax().reshape(1)
+
+
+_operator = register(
+    "activation_cast(Tensor x, str activation, str format, Tensor scale, ScalarType? through, bool gather,"
+    " bool rowwise, bool columnwise) -> (Tensor, Tensor, Tensor, Tensor)",
+    _implementation,
+    _fake,
+)
+_output_operator = register(
+    "activation_output(Tensor x, str activation, ScalarType dtype) -> (Tensor, Tensor)",
+    _output_implementation,
+    lambda x, activation, dtype: (
+        x.new_empty((x.shape[0], _width(x, activation)), dtype=dtype),
+        x.new_empty(1, dtype=torch.float32),
+    ),
+)
+
+__all__ = [
+    "ActivationCastOutput",
+    "ActivationOutput",
+    "activation_cast",
+    "activation_cast_reference",
+    "activation_output",
+    "activation_output_reference",
+    "unsupported_reasons",
+]

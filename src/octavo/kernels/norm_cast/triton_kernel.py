@@ -181,6 +181,12 @@ OPTIONS = {"enable_fp_fusion": False, "maxnreg": 128}
 _launch_kernel = Launcher(_WithOptions(norm_cast_kernel, **OPTIONS))
 
 
+# codes, codes_t, output, mean, rstd, scale_used, amaxes: what a launch writes, None for what is not wanted.
+Written = tuple[
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None
+]  # fmt: skip
+
+
 @functools.cache
 def _multiprocessors(index: int | None) -> int:
     return torch.cuda.get_device_properties(index or 0).multi_processor_count
@@ -202,31 +208,22 @@ def _launch(
     norm: Norm,
     weight: Tensor | None,
     bias: Tensor | None,
-    written: dict[str, Tensor | None],
+    written: Written,
     scale: Tensor | None,
     format: Format,
     block: Block,
     programs: int,
 ) -> None:
-    """One launch; `written` are the outputs by name, None for what is not wanted."""
-    flags = {name: tensor is not None for name, tensor in written.items()}
-    # A pointer that the flags leave unused may be any.
-    rstd = written["rstd"]
-    assert rstd is not None, "every launch writes it"
+    """One launch."""
+    codes, codes_t, output, _, rstd, used, amaxes = written
     weight, bias = (None if given is None else given.contiguous() for given in (weight, bias))
-    tensors = (
-        x,
-        rstd if weight is None else weight,
-        rstd if bias is None else bias,
-        rstd if scale is None else scale,
-        *(rstd if tensor is None else tensor for tensor in written.values()),
-    )
+    # A pointer that the flags leave unused may be any.
+    tensors = tuple(rstd if tensor is None else tensor for tensor in (x, weight, bias, scale, *written))
     numbers = (*x.shape, x.stride(0))
-    output = written["output"]
     constants = (
         norm.kind == "layer", norm.epsilon, weight is not None, bias is not None, float(norm.zero_centered),
-        THROUGH_DTYPES[norm.through], flags["codes"], flags["codes_t"], flags["output"], flags["scale_used"],
-        flags["amaxes"], CODE_DTYPES[format.name], INTERPRETED, x.shape[1] % block.columns == 0, block.rows,
+        THROUGH_DTYPES[norm.through], codes is not None, codes_t is not None, output is not None, used is not None,
+        amaxes is not None, CODE_DTYPES[format.name], INTERPRETED, x.shape[1] % block.columns == 0, block.rows,
         block.columns,
     )  # fmt: skip
     dtype = None if output is None else output.dtype
@@ -252,20 +249,16 @@ def norm_cast_triton(
     """
     dtype = output_dtype(x, norm)
     x = with_contiguous_rows(x)
-    (rows, columns), (padded_rows, padded_columns) = x.shape, map(padded, x.shape)
+    rows, columns = x.shape
+    padded_rows, padded_columns = padded(rows), padded(columns)
     own_scale = own_scale or (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    written = {
-        "codes": x.new_empty((padded_rows, padded_columns), dtype=format.dtype),
-        "codes_t": x.new_empty((padded_columns, padded_rows), dtype=format.dtype) if columnwise else None,
-        "output": x.new_empty((rows, columns), dtype=dtype) if return_output else None,
-        "mean": x.new_empty(rows, dtype=torch.float32) if norm.kind == "layer" else None,
-        "rstd": x.new_empty(rows, dtype=torch.float32),
-        "scale_used": x.new_empty((), dtype=torch.float32) if own_scale else None,
-        "amaxes": gathered,
-    }
-    _launch(x, norm, weight, bias, written, scale, format, *_cast_block(x))
-    codes, codes_t, output, mean, rstd, used, _ = written.values()
-    assert rstd is not None
+    codes = x.new_empty((padded_rows, padded_columns), dtype=format.dtype)
+    codes_t = x.new_empty((padded_columns, padded_rows), dtype=format.dtype) if columnwise else None
+    output = x.new_empty((rows, columns), dtype=dtype) if return_output else None
+    mean = x.new_empty(rows, dtype=torch.float32) if norm.kind == "layer" else None
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    used = x.new_empty((), dtype=torch.float32) if own_scale else None
+    _launch(x, norm, weight, bias, (codes, codes_t, output, mean, rstd, used, gathered), scale, format, *_cast_block(x))
     return codes, scale.reshape(()) if used is None else used, codes_t, output, mean, rstd
 
 
@@ -281,8 +274,7 @@ def norm_output_triton(
     amaxes = x.new_empty(programs, dtype=torch.float32)
     output, rstd = x.new_empty((rows, columns), dtype=dtype), x.new_empty(rows, dtype=torch.float32)
     mean = x.new_empty(rows, dtype=torch.float32) if norm.kind == "layer" else None
-    written = {"codes": None, "codes_t": None, "output": output, "mean": mean, "rstd": rstd, "scale_used": None}
     # The amax is that of what is handed on.
-    written["amaxes"] = amaxes
-    _launch(x, norm._replace(through=dtype), weight, bias, written, None, E4M3, block, programs)
+    norm, written = norm._replace(through=dtype), (None, None, output, mean, rstd, None, amaxes)
+    _launch(x, norm, weight, bias, written, None, E4M3, block, programs)
     return output, amaxes, mean, rstd

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import octavo
-from octavo.recipes import CurrentScaling, DelayedScaling, Recipe, RowwiseScaling, StaticScaling
+from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling, StaticScaling
 
 RECIPES: dict[str, Recipe] = {
     "delayed": DelayedScaling(amax_history_len=4),
@@ -26,6 +26,7 @@ RECIPES: dict[str, Recipe] = {
     "delayed, high precision backward": DelayedScaling(backward="high_precision"),
     "current": CurrentScaling(),
     "rowwise": RowwiseScaling(),
+    "block": BlockScaling(),
     "static": StaticScaling(input_scale=0.01, weight_scale=0.001),
 }
 OUTSIDE, INSIDE, OWN = "context outside", "context inside", "own recipe"
@@ -40,6 +41,7 @@ CASES = [
     ("delayed, high precision backward", OWN),
     ("current", INSIDE),
     ("rowwise", OUTSIDE),
+    ("block", OUTSIDE),
     ("static", OWN),
 ]
 TOKENS = [24, 40, 56, 17, 33, 128, 64, 100, 7, 50]
@@ -206,7 +208,7 @@ def test_an_equal_recipe_made_anew_each_step_compiles_nothing_anew(make: Callabl
 
 
 @pytest.mark.parametrize(
-    "recipe", [CurrentScaling(), RowwiseScaling(), DelayedScaling(initialise_from_first_batch=True)]
+    "recipe", [CurrentScaling(), RowwiseScaling(), BlockScaling(), DelayedScaling(initialise_from_first_batch=True)]
 )
 def test_dynamic_shapes_from_the_start(recipe: Recipe) -> None:
     torch._dynamo.reset()

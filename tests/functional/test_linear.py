@@ -12,7 +12,7 @@ from tests.measures import relative_error, sqnr_db
 from torch import Tensor, nn
 
 import octavo
-from octavo.recipes import CurrentScaling, DelayedScaling, Recipe, RowwiseScaling, StaticScaling
+from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling, StaticScaling
 
 # Measured from the first batch, so that one step shows what the scaling does; without that, step 1 has scale 1.
 RECIPES: dict[str, Recipe] = {
@@ -24,6 +24,7 @@ RECIPES: dict[str, Recipe] = {
 }
 ALL = {
     **RECIPES,
+    "block": BlockScaling(),
     "static": StaticScaling(input_scale=0.01, weight_scale=0.001, grad_output_scale=0.01),
     "high precision backward": CurrentScaling(backward="high_precision"),
     "high precision wgrad": RowwiseScaling(high_precision_wgrad=True),
@@ -232,7 +233,9 @@ def test_kept_for_the_backward_are_codes_and_scales_alone(recipe: str) -> None:
     codes = [t for t in kept if t.element_size() == 1]
     high = [t for t in kept if t.element_size() > 1 and t.numel() > 64]
     scales = [t for t in kept if t.element_size() == 4 and t.numel() <= 64]
-    expected_codes = chosen.linear.wgrad_fp8 * 48 * 64 + chosen.linear.dgrad_fp8 * 64 * 32
+    # Scales by block want whole blocks along the product's K.
+    tokens, features = (128, 128) if recipe == "block" else (48, 32)
+    expected_codes = chosen.linear.wgrad_fp8 * tokens * 64 + chosen.linear.dgrad_fp8 * 64 * features
     assert sum(t.numel() for t in codes) == expected_codes
     assert all(t.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) for t in codes)
     assert len(high) == (not chosen.linear.wgrad_fp8) + (not chosen.linear.dgrad_fp8)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import octavo
 from octavo.inspection import statistics, watch
 from octavo.modules import FP8LinearMixin
-from octavo.recipes import CurrentScaling, DelayedScaling, Recipe, RowwiseScaling, StaticScaling
+from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling, StaticScaling
 from octavo.tensor import CurrentQuantizer
 
 OPERANDS = ("input", "weight", "grad_output")
@@ -72,9 +72,21 @@ def test_row_wise_figures_are_by_row_and_the_scale_is_the_largest() -> None:
     assert seen.scales["0", "input"] == q.scale.max().item()
 
 
+def test_figures_by_block_are_those_of_the_blocks() -> None:
+    model = nn.Sequential(nn.Linear(300, 35))
+    octavo.convert(model, BlockScaling(power_of_two_scales=False), filter="all")
+    x = torch.randn(13, 300) * torch.logspace(-4, 2, 300)
+    with watch(model) as seen:
+        model(x)
+    for operand, matrix, blocks in (("input", x, (1, 128)), ("weight", model[0].weight.detach(), (128, 128))):
+        q = octavo.quantize(matrix, octavo.E4M3, blocks)
+        assert seen.statistics["0", operand] == statistics(matrix, q)
+        assert seen.scales["0", operand] == q.scale.max().item()
+
+
 def test_an_operand_cast_for_the_transposed_layout_alone_is_seen() -> None:
     """The first layer's input needs no gradient: of dy only the codes of wgrad are made."""
-    for recipe in (CurrentScaling(), RowwiseScaling()):
+    for recipe in (CurrentScaling(), RowwiseScaling(), BlockScaling()):
         model = nn.Sequential(nn.Linear(48, 35))
         octavo.convert(model, recipe, filter="all")
         with watch(model) as seen:

@@ -11,12 +11,13 @@ from tests.measures import relative_error
 from torch import Tensor, nn
 
 import octavo
-from octavo.recipes import CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 
 RECIPES: dict[str, Recipe] = {
     "delayed": DelayedScaling(amax_history_len=4, initialise_from_first_batch=True),
     "current": CurrentScaling(),
     "rowwise": RowwiseScaling(),
+    "block": BlockScaling(),
 }
 
 

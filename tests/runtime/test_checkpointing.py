@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import octavo
-from octavo.recipes import CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 
 DELAYED = DelayedScaling(amax_history_len=3)
 Checkpoint = Callable[..., Any]
@@ -40,6 +40,7 @@ RECIPES: dict[str, Recipe] = {
     "delayed, measured first": DelayedScaling(initialise_from_first_batch=True),
     "current": CurrentScaling(),
     "rowwise": RowwiseScaling(),
+    "block": BlockScaling(),
     "high precision backward": DelayedScaling(backward="high_precision"),
 }
 

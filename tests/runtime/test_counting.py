@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import octavo
-from octavo.recipes import CurrentScaling, DelayedScaling, RowwiseScaling
+from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 
 
 def products(layer: nn.Module, x: torch.Tensor, recipe: octavo.recipes.Recipe | None) -> dict[str, int]:
@@ -22,7 +22,7 @@ def products(layer: nn.Module, x: torch.Tensor, recipe: octavo.recipes.Recipe | 
 FPROP, DGRAD, WGRAD = ("fprop fp8 emulated", "dgrad fp8 emulated", "wgrad fp8 emulated")
 
 
-@pytest.mark.parametrize("recipe", [CurrentScaling(), DelayedScaling(), RowwiseScaling()])
+@pytest.mark.parametrize("recipe", [CurrentScaling(), DelayedScaling(), RowwiseScaling(), BlockScaling()])
 @pytest.mark.parametrize(
     ("x_grad", "w_grad", "bias_grad", "expected"),
     [

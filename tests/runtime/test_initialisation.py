@@ -9,8 +9,8 @@ import torch
 
 import octavo
 from octavo import QuantizedTensor
-from octavo.recipes import CurrentScaling, DelayedScaling, RowwiseScaling, StaticScaling
-from octavo.scaling import ROW, TENSOR
+from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling, StaticScaling
+from octavo.scaling import BLOCK_128X128, ROW, TENSOR
 
 
 def test_layers_built_inside_hold_codes_of_their_initialisation() -> None:
@@ -32,6 +32,7 @@ def test_layers_built_inside_hold_codes_of_their_initialisation() -> None:
         (CurrentScaling(), TENSOR, octavo.E4M3),
         (DelayedScaling(format=octavo.E5M2), TENSOR, octavo.E5M2),
         (RowwiseScaling(), ROW, octavo.E4M3),
+        (BlockScaling(), BLOCK_128X128, octavo.E4M3),
     ],
 )
 def test_the_recipe_decides_format_and_granularity(recipe, granularity, format) -> None:
@@ -70,7 +71,7 @@ def test_the_initial_value_is_kept_until_it_is_cleared() -> None:
     assert layer.weight.get_high_precision_init_val() is None
 
 
-@pytest.mark.parametrize("recipe", [CurrentScaling(), DelayedScaling(), RowwiseScaling()])
+@pytest.mark.parametrize("recipe", [CurrentScaling(), DelayedScaling(), RowwiseScaling(), BlockScaling()])
 @pytest.mark.parametrize("stepping", ["AdamW", "AdamW foreach", "AdamW fused", "SGD", "SGD foreach", "SGD fused"])
 def test_training_moves_the_codes(recipe, stepping: str) -> None:
     """A regression on a fixed target: the loss falls by an order, with every way to step."""

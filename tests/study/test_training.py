@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from octavo.conversion import convert
-from octavo.recipes import CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 from octavo.runtime import update_scales
 from octavo.study.checkpoint import Checkpoint, load_weights
 from octavo.study.evaluation import Evaluator
@@ -55,7 +55,9 @@ def losses(rows: list[dict[str, object]]) -> list[object]:
     return [(row["kind"], row["step"], row["loss"]) for row in rows]
 
 
-@pytest.mark.parametrize("recipe", [None, DelayedScaling(amax_history_len=4), CurrentScaling(), RowwiseScaling()])
+@pytest.mark.parametrize(
+    "recipe", [None, DelayedScaling(amax_history_len=4), CurrentScaling(), RowwiseScaling(), BlockScaling()]
+)
 @pytest.mark.parametrize("stop_at", [1, 7])
 def test_a_run_that_was_stopped_and_resumed_is_the_uninterrupted_one_bit_for_bit(
     tmp_path: Path, recipe: Recipe | None, stop_at: int

@@ -7,7 +7,7 @@ from octavo.inference import calibrate
 from octavo.kernels.support import Support, is_supported
 from octavo.modules import Linear
 from octavo.recipes import HYBRID
-from octavo.runtime import autocast, checkpoint, count_gemms, quantized_init, update_scales
+from octavo.runtime import autocast, checkpoint, count_gemms, make_graphed_callables, quantized_init, update_scales
 from octavo.tensor import QuantizedTensor, cast_to_representable, quantize, scaled_mm
 from octavo.version import __version__
 
@@ -35,6 +35,7 @@ __all__ = [
     "inference",
     "inspection",
     "is_supported",
+    "make_graphed_callables",
     "quantize",
     "quantized_init",
     "recipes",

@@ -20,6 +20,7 @@ from octavo.functional import linear, quantize_weight
 from octavo.kernels import amax
 from octavo.recipes import Recipe, check_recipe
 from octavo.runtime import (
+    STALE_STEPS,
     Call,
     LayerState,
     LinearPlan,
@@ -34,8 +35,6 @@ from octavo.tensor import Operand, QuantizedTensor, QuantizeSpec, quantize
 
 CachedWeight = Literal["refresh", "reuse"]
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# After this many optimizer steps without an update the scales are no longer of this training.
-_STALE_STEPS = 2
 
 
 class FP8LinearMixin(nn.Module):
@@ -136,12 +135,12 @@ class FP8LinearMixin(nn.Module):
             return
         state.weight_version = _version(weight)
         state.stale_steps += 1
-        if state.stale_steps == _STALE_STEPS + 1:
+        if state.stale_steps == STALE_STEPS + 1:
             # The other layers have nothing to add.
             for other in registered_states():
                 other.stale_steps = max(other.stale_steps, state.stale_steps)
             warnings.warn(
-                f"{self.layer_name or type(self).__name__}: the weights changed {_STALE_STEPS} times and the scales of"
+                f"{self.layer_name or type(self).__name__}: the weights changed {STALE_STEPS} times and the scales of"
                 " delayed scaling did not follow: call octavo.update_scales(model) once a step, or run the forward"
                 " inside octavo.autocast",
                 stacklevel=4,

@@ -3,13 +3,15 @@
 from octavo.runtime.autocast import autocast
 from octavo.runtime.checkpointing import Call, checkpoint, layer_call
 from octavo.runtime.counting import GemmCount, count_gemms
+from octavo.runtime.cuda_graphs import make_graphed_callables
 from octavo.runtime.initialisation import InitMode, init_mode, quantized_init
 from octavo.runtime.layer_state import LayerState, registered_states, states_of
-from octavo.runtime.optimizer_steps import optimizer_steps
+from octavo.runtime.optimizer_steps import STALE_STEPS, optimizer_steps
 from octavo.runtime.plan import LinearPlan, Observer, plan_linear
 from octavo.runtime.update import Agreement, set_agreement, update_scales
 
 __all__ = [
+    "STALE_STEPS",
     "Agreement",
     "Call",
     "GemmCount",
@@ -22,6 +24,7 @@ __all__ = [
     "count_gemms",
     "init_mode",
     "layer_call",
+    "make_graphed_callables",
     "optimizer_steps",
     "plan_linear",
     "quantized_init",

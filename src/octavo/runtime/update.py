@@ -8,7 +8,7 @@ all-reduce MAX over one tensor that holds them all.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from octavo.kernels import SCALE_ALIGNMENT, delayed_update
 from octavo.recipes import DelayedUpdate, Recipe
 from octavo.runtime.layer_state import LayerState, registered_states, states_of
-from octavo.tensor import OperandState, close_step
+from octavo.tensor import OperandState, close_step, stays_in_place
 
 
 class Agreement(Protocol):
@@ -57,6 +57,7 @@ def set_agreement(agreement: Agreement) -> None:
 class _Kind(NamedTuple):
     device: torch.device
     late_bound: bool
+    captured: bool
     format_max: float
     update: DelayedUpdate
 
@@ -75,7 +76,7 @@ def end_step(context: object, group: object | None = None, recipe: Recipe | None
     # Scales that were calibrated under inference_mode must still serve a training.
     leaves = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
     with torch.inference_mode(False) if leaves else nullcontext():
-        _update(states, group, recipe)
+        update_states(states, group, recipe)
 
 
 @torch.no_grad()
@@ -89,25 +90,34 @@ def update_scales(model: nn.Module, group: object | None = None) -> None:
         model: the model whose layers are updated.
         group: the process group over which amaxes agree; the default group if None and torch.distributed is set up.
     """
-    _update(list(states_of(model)), group)
+    update_states(list(states_of(model)), group)
 
 
 @torch.no_grad()
-def _update(states: list[LayerState], group: object | None, otherwise: Recipe | None = None) -> None:
+def update_states(states: list[LayerState], group: object | None, otherwise: Recipe | None = None) -> None:
+    """One update of these states; `otherwise` is the recipe of those that have not run."""
     agreement = _Collective.agreement
     # A layer that has not run has no name by which an override could be looked up.
     if otherwise is not None and (otherwise.delayed is None or otherwise.overrides):
         otherwise = None
+    known: dict[tuple[object, ...], list[tuple[list[OperandState], list[int]]]] = {}
     kinds: dict[_Kind, list[OperandState]] = {}
     positions: dict[_Kind, list[int]] = {}
     for number, state in enumerate(states):
         recipe = state.recipe or otherwise
         if recipe is None or recipe.delayed is None:
             continue
-        for place, (spec, operand) in enumerate(zip(recipe.linear[:3], state.operands, strict=True)):
-            kind = _Kind(operand.gathered.device, operand.late_bound, spec.format.max, recipe.delayed)
-            kinds.setdefault(kind, []).append(operand)
-            positions.setdefault(kind, []).append(len(state.operands) * number + place)
+        # By identity: a recipe hashes all of its fields each time.
+        made_for = id(recipe), state.device, *(operand.captured for operand in state.operands)
+        if made_for not in known:
+            its_kinds = [
+                _Kind(state.device, operand.late_bound, operand.captured, spec.format.max, recipe.delayed)
+                for spec, operand in zip(recipe.linear[:3], state.operands, strict=True)
+            ]
+            known[made_for] = [(kinds.setdefault(kind, []), positions.setdefault(kind, [])) for kind in its_kinds]
+        for place, ((operands, places), operand) in enumerate(zip(known[made_for], state.operands, strict=True)):
+            operands.append(operand)
+            places.append(len(state.operands) * number + place)
         state.context = None
         state.stale_steps = 0
     reduced = {kind: where for kind, where in positions.items() if kind.update.reduce_amax}
@@ -155,6 +165,9 @@ def _took_part(operands: list[OperandState], last: Tensor) -> list[bool]:
         return [operand.has_gathered_by_now() for operand in operands]
     if not any(operand.from_data for operand in operands):
         return [True] * len(operands)
+    if stays_in_place():
+        # Nothing can be looked at while a graph is captured; a scale that it did not cast with stays unknown.
+        return [not operand.from_data for operand in operands]
     gathered: list[bool] = (last > 0).tolist()
     return gathered
 

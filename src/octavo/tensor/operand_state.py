@@ -4,7 +4,8 @@ Three rules keep it right under autograd, the compiler and checkpointing:
 
 - The scale of a forward operand is not written in place. An update makes a new tensor and gives it the name, so that
   what compiled code read in a forward stays as it was until its backward is through. (Eager code has the scale of each
-  cast with its codes.) Only while a CUDA graph is captured are addresses kept, since a replay reads those it knows.
+  cast with its codes.) Only of an operand that is captured in a CUDA graph are addresses kept, since a replay reads
+  those it knows: its casts take a copy of the scale, or give out their own.
 - The scale of a gradient is written in place, past autograd's version counter (`Tensor.data`): the backward of a step
   is meant to see the update made at the end of that step's forward, in eager and in compiled code alike.
 - Amaxes gather by max into one small tensor of fixed identity. 0 means that nothing was gathered.
@@ -13,6 +14,7 @@ Three rules keep it right under autograd, the compiler and checkpointing:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ class OperandState:
         from_data: the scale is not known yet: measure it from the data until the next update.
         is_known: the state came from a state dict.
         closed_before: an update has been made.
+        captured: a CUDA graph reads or writes this state, so that all of it stays where it is.
     """
 
     scale: Tensor
@@ -41,6 +44,7 @@ class OperandState:
         self.late_bound = late_bound
         self.from_data = False
         self.closed_before = False
+        self.captured = False
         # Also for a model that is built under inference_mode: whether it trains later is not known.
         with torch.inference_mode(False):
             self.reset(device)
@@ -48,6 +52,11 @@ class OperandState:
     def reset(self, device: torch.device | None = None) -> None:
         """Back to scale 1 and no history, on `device`."""
         self.is_known = False
+        if self.captured and device == self.scale.device:
+            for fixed, value in ((self.scale, 1.0), (self.gathered, 0.0), (self.history, 0.0)):
+                fixed.data.fill_(value)
+            return
+        self.captured = False
         self.scale = torch.ones((), dtype=torch.float32, device=device)
         self.gathered = torch.zeros((), dtype=torch.float32, device=device)
         self.history = torch.zeros(1, dtype=torch.float32, device=device)
@@ -75,7 +84,7 @@ class OperandState:
         self.gathered.copy_(torch.maximum(self.gathered, amax))
 
     def _set_scale(self, scale: Tensor) -> None:
-        if self.late_bound:
+        if self.late_bound or self.captured:
             self.scale.data.copy_(scale)
         else:
             self.scale = scale
@@ -93,7 +102,16 @@ class OperandState:
         return not self.late_bound or self.closed_before
 
     def resize(self, length: int) -> None:
-        """Give the history another length, keeping the newest."""
+        """Give the history another length, keeping the newest.
+
+        Raises:
+            RuntimeError: it is captured in a CUDA graph with the length that it has.
+        """
+        if self.captured and length != self.history.shape[0]:
+            raise RuntimeError(
+                f"amax_history_len is {length}, and a CUDA graph was captured with {self.history.shape[0]}: go on with"
+                " the recipe of the capture, or convert the model anew and capture it again"
+            )
         self.history = resized_history(self.history, length)
 
     def saved(self) -> dict[str, Tensor]:
@@ -121,10 +139,14 @@ class OperandState:
         self.is_known = True
         self.from_data = bool(scale.isnan())
         if not self.from_data:
-            self.scale.copy_(scale.reshape(()))
-        self.history = history.detach().to(device=device, dtype=torch.float32, copy=True)
+            self.scale.data.copy_(scale.reshape(()))
+        loaded = history.detach().to(device=device, dtype=torch.float32, copy=True)
+        if self.captured:
+            self.history.copy_(resized_history(loaded, self.history.shape[0]))
+        else:
+            self.history = loaded
         if float(history[0]) > 0:
-            self.gathered.copy_(self.history[0])
+            self.gathered.copy_(loaded[0])
             self.closed_before = True
 
     def move(self, device: torch.device) -> None:
@@ -138,7 +160,11 @@ class OperandState:
         with torch.inference_mode(False):
             for name in ("scale", "gathered", "history"):
                 setattr(self, name, getattr(self, name).to(device))
+        self.captured = False
         self._mark_fixed()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "captured": False}
 
 
 def close_step(
@@ -147,25 +173,34 @@ def close_step(
     """Take over the results of an update, each operand's, and begin to gather anew.
 
     Args:
-        operands: on one device, all late bound or none.
+        operands: on one device, all late bound or none, all captured or none.
         histories, scales: what the update made, [L] and [] each.
         gathered: whether the operand took part in the update.
     """
     capturing = stays_in_place()
-    if capturing:
+    fixed = capturing or operands[0].captured
+    if fixed:
         torch._foreach_copy_([operand.history for operand in operands], histories)
-    if capturing or operands[0].late_bound:
+    if fixed or operands[0].late_bound:
         torch._foreach_copy_([operand.scale.data for operand in operands], scales)
     for operand, history, scale, took_part in zip(operands, histories, scales, gathered, strict=True):
-        if not capturing:
+        if not fixed:
             operand.history = history
-        if not (capturing or operand.late_bound):
+        if not (fixed or operand.late_bound):
             operand.scale = scale
+        if capturing:
+            # Also where compiled code casts, which does not tell.
+            operand.captured = True
         operand.from_data = operand.from_data and not took_part
         operand.closed_before = True
-    torch._foreach_zero_([operand.gathered for operand in operands])
+    torch._foreach_zero_([operand.gathered.data for operand in operands])
 
 
 def stays_in_place() -> bool:
     """True while a CUDA graph is captured: what a replay is to find again may get no new address."""
     return not torch.compiler.is_compiling() and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def is_captured(x: Tensor) -> bool:
+    """True if what is done to x now becomes part of a CUDA graph; cheaper than `stays_in_place`."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -6,6 +6,7 @@ called like one is one.
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from octavo.kernels import ScaleRule, amax_by_row_and_column, cast_transpose, partial_amax
 from octavo.scaling import TENSOR
+from octavo.tensor import operand_state
 from octavo.tensor.operand_state import OperandState
 from octavo.tensor.spec import QuantizeSpec
 
@@ -133,7 +135,14 @@ class DelayedQuantizer:
     def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
         """Codes of x [M, K] under the state's scale; its amax is gathered."""
         measured = self.from_data and self.fixed is None
-        source = partial_amax(x) if measured else self.state.scale if self.fixed is None else self.fixed
+        scale = self.state.scale if self.fixed is None else self.fixed
+        if not torch.compiler.is_compiling():
+            if operand_state.is_captured(x):
+                self._note_capture(measured)
+            elif self.state.captured and self.fixed is None:
+                # An update will write to it, and a backward may want it after that.
+                scale = scale.clone()
+        source = partial_amax(x) if measured else scale
         operand = Operand(
             *cast_transpose(
                 x,
@@ -149,6 +158,16 @@ class DelayedQuantizer:
         if self.used is not None:
             self.used.scale = operand.scale if rowwise else operand.scale_t
         return operand
+
+    def _note_capture(self, measured: bool) -> None:
+        """What a graph reads stays where it is; a graph that measures a scale will always measure it."""
+        self.state.captured = True
+        if measured:
+            warnings.warn(
+                "a CUDA graph is being captured while a scale of delayed scaling is not known yet: every replay will"
+                " measure it anew, at the price of current scaling. Run a step, its update included, and then capture",
+                stacklevel=2,
+            )
 
 
 class StaticQuantizer:

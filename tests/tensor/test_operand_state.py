@@ -29,7 +29,7 @@ def test_a_forward_scale_is_swapped_by_name() -> None:
 
 @pytest.mark.parametrize("late_bound", [False, True])
 def test_while_a_cuda_graph_is_captured_every_address_stays(late_bound: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay reads and writes the tensors it knows; outside of a capture a forward operand's are swapped."""
+    """A replay reads and writes the tensors it knows, and after an update outside of the capture too."""
     state = OperandState(late_bound=late_bound)
     updated(state, 3.0, [0.0, 1.0])
     before = state.scale, state.history, state.gathered
@@ -43,11 +43,51 @@ def test_while_a_cuda_graph_is_captured_every_address_stays(late_bound: bool, mo
     assert state.history.tolist() == [0.0, 2.0]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert not operand_state.stays_in_place()
+    assert state.captured
     updated(state, 5.0, [0.0, 3.0])
-    assert (state.scale is before[0]) == late_bound
-    assert state.history is not before[1]
-    assert before[0].item() == (5.0 if late_bound else 2.0)
-    assert before[1].tolist() == [0.0, 2.0]
+    state.rescale(2.0)
+    state.resize(2)
+    state.gather(torch.tensor(7.0))
+    assert (state.scale.item(), state.history.tolist(), state.gathered.item()) == (10.0, [0.0, 3.0], 7.0)
+    assert all(new is old for new, old in zip((state.scale, state.history, state.gathered), before, strict=True))
+
+
+@pytest.mark.parametrize("late_bound", [False, True])
+def test_a_captured_state_is_loaded_and_forgotten_where_it_lies(late_bound: bool) -> None:
+    state = OperandState(late_bound=late_bound)
+    updated(state, 3.0, [0.0, 1.0, 2.0])
+    state.captured = True
+    before = state.scale, state.history, state.gathered
+    state.load(torch.tensor(0.5), torch.tensor([4.0, 1.0, 2.0, 3.0, 5.0]))
+    assert (state.scale.item(), state.history.tolist(), state.gathered.item()) == (0.5, [4.0, 3.0, 5.0], 4.0)
+    assert not state.from_data
+    state.measure_next()
+    assert (state.scale.item(), state.history.tolist(), state.gathered.item()) == (1.0, [0.0] * 3, 0.0)
+    assert state.from_data
+    assert all(new is old for new, old in zip((state.scale, state.history, state.gathered), before, strict=True))
+
+
+def test_a_captured_history_keeps_its_length() -> None:
+    state = OperandState()
+    updated(state, 3.0, [0.0, 1.0])
+    state.captured = True
+    with pytest.raises(RuntimeError, match="amax_history_len is 3, and a CUDA graph was captured with 2"):
+        state.resize(3)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_a_copy_is_in_no_graph(copied) -> None:
+    state = OperandState()
+    state.captured = True
+    assert not copied(state).captured
+    assert state.captured
+
+
+def test_on_another_device_a_state_is_in_no_graph() -> None:
+    state = OperandState()
+    state.captured = True
+    state.move(torch.device("meta"))
+    assert not state.captured
 
 
 def test_a_gradients_scale_is_written_in_place_past_the_version_counter() -> None:

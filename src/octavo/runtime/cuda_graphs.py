@@ -151,7 +151,7 @@ class GraphedForward:
             if self._replayed:
                 raise RuntimeError(
                     f"{type(self._module).__name__}, a graphed module, runs inside a backward: a recompute would take"
-                    " the scales of now, not those of its first forward. Put the checkpoint inside of it, and graph that"
+                    " the scales of now, not those of its first forward. Put the checkpoint inside, and graph that"
                 )
             return self._forward(*args, **kwargs)
         self._replayed = not kwargs and self._would_do_the_same()

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from octavo.scaling import resized_history, scale_from_multiplier
 
+Tensors = tuple[Tensor, ...] | list[Tensor]
+
 
 class OperandState:
     """Scale, the gathered amax and the past amaxes of one operand; float32.
@@ -167,9 +169,7 @@ class OperandState:
         return {**self.__dict__, "captured": False}
 
 
-def close_step(
-    operands: Sequence[OperandState], histories: Sequence[Tensor], scales: Sequence[Tensor], gathered: Sequence[bool]
-) -> None:
+def close_step(operands: Sequence[OperandState], histories: Tensors, scales: Tensors, gathered: Sequence[bool]) -> None:
     """Take over the results of an update, each operand's, and begin to gather anew.
 
     Args:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -80,29 +81,15 @@ def make_graphed_callables(
     samples: Any = sample_args if isinstance(callables, tuple) else (sample_args,)
     _check(modules, samples)
     layers = [_layers_of(module) for module in modules]
-    states = list(dict.fromkeys(layer.delayed_state for module_layers in layers for layer in module_layers))
-    kept = [_kept(operand) for state in states for operand in state.operands]
-    notes = [(state, state.context, state.takes_part) for state in states]
     before = [(module.forward, module.training) for module in modules]
-    try:
+    make: Any = torch.cuda.make_graphed_callables
+    with _states_kept(list(dict.fromkeys(layer.delayed_state for some in layers for layer in some))) as states:
         for module, arguments in zip(modules, samples, strict=True):
             _run_once(module, arguments, allow_unused_input)
         _learn_scales(states)
-        for one in kept:
-            one.operand.captured = True
-        make: Any = torch.cuda.make_graphed_callables
         make(callables, sample_args, num_warmup_iters, allow_unused_input, pool)
-    except BaseException:
-        for one in kept:
-            one.operand.captured, one.operand.from_data = one.captured, not one.known
-        raise
-    finally:
-        _restore(kept)
-        for state, context, takes_part in notes:
-            state.context, state.takes_part = context, takes_part
     for module, module_layers, (forward, training) in zip(modules, layers, before, strict=True):
-        replayed = GraphedForward(module, module_layers, forward, module.forward, training)
-        module.forward = replayed
+        module.forward = GraphedForward(module, module_layers, forward, module.forward, training)
     return callables
 
 
@@ -251,9 +238,28 @@ def _layers_of(module: nn.Module) -> list[Any]:
     return [layer for layer in module.modules() if isinstance(layer.__dict__.get("delayed_state"), LayerState)]
 
 
-def _kept(operand: OperandState) -> _Kept:
-    copies = operand.scale.clone(), operand.gathered.clone(), operand.history.clone()
-    return _Kept(operand, *copies, not operand.from_data, operand.closed_before, operand.captured)
+@contextmanager
+def _states_kept(states: list[LayerState]) -> Iterator[list[LayerState]]:
+    """Context: what a warm-up does to the states is undone, but for scales that were not known.
+
+    After an error those are unknown again, and nothing counts as captured that was not before.
+    """
+    kept = [
+        _Kept(o, o.scale.clone(), o.gathered.clone(), o.history.clone(), not o.from_data, o.closed_before, o.captured)
+        for state in states
+        for o in state.operands
+    ]
+    notes = [(state, state.context, state.takes_part) for state in states]
+    try:
+        yield states
+    except BaseException:
+        for one in kept:
+            one.operand.captured, one.operand.from_data = one.captured, not one.known
+        raise
+    finally:
+        _restore(kept)
+        for state, context, takes_part in notes:
+            state.context, state.takes_part = context, takes_part
 
 
 def _run_once(module: nn.Module, arguments: Samples, allow_unused: bool) -> None:
@@ -270,7 +276,7 @@ def _leaves(values: Any) -> list[Tensor]:
 
 
 def _learn_scales(states: list[LayerState]) -> None:
-    """End a step for the states with an unknown scale, and give all histories the length of their recipe."""
+    """End a step for the states with an unknown scale, and give all histories their length; then all stays in place."""
     frame = current_frame()
     delayed = [state for state in states if state.update is not None]
     unknown = [state for state in delayed if any(operand.from_data for operand in state.operands)]
@@ -285,6 +291,9 @@ def _learn_scales(states: list[LayerState]) -> None:
                 "the sample arguments tell no scale for a layer whose scales are not known yet: its input or its weight"
                 " is all zero, or it did not run. Give samples like the real data, or run a step first"
             )
+    for state in states:
+        for operand in state.operands:
+            operand.captured = True
 
 
 def _restore(kept: list[_Kept]) -> None:

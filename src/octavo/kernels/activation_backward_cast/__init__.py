@@ -213,7 +213,7 @@ _output_operator = register(
     _output_implementation,
     lambda grad, x, activation, dtype: (
         x.new_empty(x.shape, dtype=dtype),
-        x.new_empty(1, dtype=torch.float32),
+        x.new_empty((1,), dtype=torch.float32),
     ),
 )
 

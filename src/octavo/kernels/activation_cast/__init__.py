@@ -191,7 +191,7 @@ _output_operator = register(
     _output_implementation,
     lambda x, activation, dtype: (
         x.new_empty((x.shape[0], _width(x, activation)), dtype=dtype),
-        x.new_empty(1, dtype=torch.float32),
+        x.new_empty((1,), dtype=torch.float32),
     ),
 )
 

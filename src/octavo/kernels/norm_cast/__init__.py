@@ -206,8 +206,8 @@ def _fake(
         x.new_empty((), dtype=torch.float32),
         x.new_empty((columns, rows), dtype=dtype) if columnwise else None,
         x.new_empty(x.shape, dtype=output_dtype(x, norm)) if return_output else None,
-        x.new_empty(x.shape[0], dtype=torch.float32) if kind == "layer" else None,
-        x.new_empty(x.shape[0], dtype=torch.float32),
+        x.new_empty((x.shape[0],), dtype=torch.float32) if kind == "layer" else None,
+        x.new_empty((x.shape[0],), dtype=torch.float32),
         x.new_empty((), dtype=torch.float32) if gather else None,
         like=x,
     )
@@ -238,9 +238,9 @@ def _output_fake(
 ) -> tuple[Tensor, ...]:
     return present(
         x.new_empty(x.shape, dtype=output_dtype(x, Norm(kind, epsilon, zero_centered, through))),
-        x.new_empty(1, dtype=torch.float32),
-        x.new_empty(x.shape[0], dtype=torch.float32) if kind == "layer" else None,
-        x.new_empty(x.shape[0], dtype=torch.float32),
+        x.new_empty((1,), dtype=torch.float32),
+        x.new_empty((x.shape[0],), dtype=torch.float32) if kind == "layer" else None,
+        x.new_empty((x.shape[0],), dtype=torch.float32),
         like=x,
     )
 

@@ -98,3 +98,18 @@ def test_assume_constant_result_only_marks_the_function() -> None:
 
     assert torch.compiler.assume_constant_result(function) is function
     assert vars(function) == {"_dynamo_marked_constant": True}
+
+
+def test_a_tensor_with_a_static_input_type_is_one_of_a_marked_static_address() -> None:
+    """What `OperandState` sets itself, without an import of the compiler, is what torch's own function sets."""
+    import torch._dynamo
+
+    from octavo.tensor import OperandState
+
+    marked = torch.ones(())
+    torch._dynamo.mark_static_address(marked, guard=False)
+    for late_bound in (False, True):
+        state = OperandState(late_bound=late_bound)
+        assert vars(state.gathered) == vars(marked)
+        # A forward operand's scale is another tensor after each update.
+        assert vars(state.scale) == (vars(marked) if late_bound else {})

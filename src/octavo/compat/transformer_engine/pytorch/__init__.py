@@ -15,6 +15,7 @@ from typing import Any
 from octavo.compat.planned import planned_class, planned_function
 from octavo.compat.transformer_engine.pytorch import attention, fp8, optimizers, quantization
 from octavo.compat.transformer_engine.pytorch.checkpoint import checkpoint
+from octavo.compat.transformer_engine.pytorch.cuda_graphs import make_graphed_callables
 from octavo.compat.transformer_engine.pytorch.linear import Linear
 from octavo.compat.transformer_engine.pytorch.quantization import (
     autocast,
@@ -50,7 +51,6 @@ _PLANNED_FUNCTIONS = (
     "destroy_ub",
     "get_cpu_offload_context",
     "initialize_ub",
-    "make_graphed_callables",
     "moe_permute",
     "moe_permute_with_probs",
     "moe_sort_chunks_by_index",
@@ -86,6 +86,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "make_graphed_callables",
     "optimizers",
     "quantization",
     "quantized_model_init",

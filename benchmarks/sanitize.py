@@ -109,17 +109,16 @@ def layers() -> None:
 
 
 def launched() -> dict[str, int]:
-    """Variants launched, by kernel."""
+    """Variants launched, by launcher."""
     for folder in pkgutil.iter_modules(octavo.kernels.__path__, "octavo.kernels."):
         if folder.ispkg and importlib.util.find_spec(f"{folder.name}.triton_kernel") is not None:
             importlib.import_module(f"{folder.name}.triton_kernel")
     counts: dict[str, int] = {}
     for name, module in sorted(sys.modules.items()):
         if name.startswith("octavo.kernels"):
-            for value in vars(module).values():
+            for variable, value in vars(module).items():
                 if isinstance(value, Launcher):
-                    kernel = value._kernel
-                    counts[getattr(kernel, "__name__", str(kernel))] = len(value._variants)
+                    counts[f"{name.removeprefix('octavo.kernels.')} {variable}"] = len(value._variants)
     return counts
 
 

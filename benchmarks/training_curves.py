@@ -7,14 +7,15 @@ that should be equal then are, in every bit.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from benchmarks.training_compile import counted_replays
 from benchmarks.training_model import (
     RECIPES,
+    WARM_UP,
     Mode,
     Setting,
     Training,
@@ -149,25 +150,28 @@ def check_graphed(checks: Any) -> None:
 
 
 def graphed(name: str, update: str, steps: int = 20) -> Result:
-    """Blocks graphed one by one; losses and final states against eager."""
+    """Blocks graphed one by one, once their scales are known; losses and final states against eager."""
     setting = Setting(steps=steps)
-    losses, states = [], []
+    losses, states, replays = [], [], 0
     for with_graphs in (False, True):
-        with deterministic(), warnings.catch_warnings():
+        with deterministic(), counted_replays() as count:
             training = Training(RECIPES[name], "eager", setting)
             if update == "update_scales":
                 training.recipe = None
-            if with_graphs:
-                _graph_blocks(training)
             for step in range(steps):
+                if with_graphs and step == WARM_UP:
+                    _graph_blocks(training)
                 training.step(*random_batch(setting, seed=step))
                 if update == "update_scales":
                     octavo.update_scales(training.model)
         losses.append(training.losses.cpu())
-        states.append(state_of(training.model))
+        states.append({key.replace(".inner.block.", "."): value for key, value in state_of(training.model).items()})
+        replays = count[0]
     names = unequal(*states)
     apart = int((losses[0] != losses[1]).sum())
-    return {"ok": not apart and not names, "losses_unequal": apart, "tensors_unequal": len(names)}
+    # A forward and a backward of each block and step.
+    ok = not apart and not names and replays == 2 * setting.shape.layers * (steps - WARM_UP)
+    return {"ok": ok, "losses_unequal": apart, "tensors_unequal": len(names), "replays": replays}
 
 
 def _graph_blocks(training: Training) -> None:

@@ -1,19 +1,22 @@
 """The Triton kernel of block_cast, run by Triton's interpreter, against its reference, bit for bit.
 
-As in `test_interpreted.py`, a process of its own runs the tests, since Triton decides at import whether it interprets.
+As `tests.kernels.interpreting` says, a process of its own runs the tests, since Triton decides at import whether it
+interprets.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from tests.formats.edge_values import edge_matrix
-from tests.kernels.interpreter import convert_exactly
+from tests.kernels.interpreting import (
+    assert_same,
+    compiled_only,
+    exact_conversions,
+    interpreted,
+    run_interpreted,
+    silent,
+)
 from tests.kernels.matrices import memory_orders, with_specials
 from torch import Tensor
 
@@ -24,24 +27,15 @@ from octavo.kernels import ScaleRule
 from octavo.kernels.block_cast import block_cast_reference
 from octavo.scaling import BLOCK_1X128, BLOCK_128X128, Granularity
 
-ROOT = Path(__file__).resolve().parents[2]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# The interpreter computes in numpy, which warns of what a GPU does in silence.
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by the first test, with TRITON_INTERPRET=1")
-silent = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 GRANULARITIES = [BLOCK_1X128, BLOCK_128X128]
 SHAPES = [(1, 1), (1, 129), (129, 1), (5, 7), (16, 16), (128, 128), (130, 300), (257, 127), (640, 33)]
 RULES = [ScaleRule(), ScaleRule(power_of_two=True), ScaleRule((1e-3).hex()), ScaleRule((1e-3).hex(), True)]
 LAYOUTS = [(True, True), (True, False), (False, True)]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the other process")
+@compiled_only
 def test_the_rest_of_this_file_passes_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "src")}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert " passed" in result.stdout
+    run_interpreted(__file__)
 
 
 def matrix(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -57,17 +51,9 @@ def is_its_reference(
 ) -> None:
     from octavo.kernels.block_cast.triton_kernel import block_cast_triton
 
-    convert_exactly(monkeypatch)
+    exact_conversions(monkeypatch)
     found = block_cast_triton(x, format, granularity, rule, *flags)
-    expected = block_cast_reference(x, format, granularity, rule, *flags)
-    for a, b in zip(found, expected, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None and b is not None:
-            assert a.shape == b.shape
-            assert a.dtype == b.dtype
-            assert a.is_contiguous()
-            width = torch.uint8 if a.dtype.itemsize == 1 else torch.int32
-            assert torch.equal(a.reshape(-1).view(width), b.reshape(-1).view(width))
+    assert_same(found, block_cast_reference(x, format, granularity, rule, *flags))
 
 
 @interpreted
@@ -102,9 +88,8 @@ def test_every_memory_order_is_read(monkeypatch: pytest.MonkeyPatch, granularity
 @silent
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=repr)
 def test_every_16_bit_value_and_every_tie_is_cast(monkeypatch: pytest.MonkeyPatch, granularity: Granularity) -> None:
-    """Not of bfloat16, whose subnormal numbers the interpreter misreads, and the largest multiplier would show them."""
     for format in (E4M3, E5M2):
-        for dtype, rule in ((torch.float16, RULES[0]), (torch.float32, RULES[1])):
+        for dtype, rule in ((torch.bfloat16, RULES[0]), (torch.bfloat16, RULES[1]), (torch.float32, RULES[1])):
             is_its_reference(monkeypatch, edge_matrix(format, dtype), format, granularity, rule)
 
 

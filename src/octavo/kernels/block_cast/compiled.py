@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+import octavo.kernels.compiled  # noqa: F401  (its setting of Inductor holds for this launch, too)
 from octavo.formats import format_named
 from octavo.kernels.block_cast import triton_kernel
 from octavo.kernels.cast_transpose.rule import ScaleRule

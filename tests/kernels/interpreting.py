@@ -1,8 +1,8 @@
 """Triton's interpreter for tests of kernels: in a process of its own, with conversions that round as instructions do.
 
 Triton decides at import whether it interprets, so the first test of a file starts a process that runs the others. The
-interpreter's conversions to eight bits and to bfloat16 cut off or round half up; in their place stand Octavo's cast,
-which tests/formats holds to ml_dtypes, and torch's conversion.
+interpreter's conversions to eight bits and to bfloat16 cut off or round half up, and that from bfloat16 knows no
+subnormals; in their place stand Octavo's cast, which tests/formats holds to ml_dtypes, and torch's conversions.
 """
 
 from __future__ import annotations
@@ -52,10 +52,14 @@ def exact_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
         return interpreter.TensorHandle(codes, target.scalar)
 
     def cast_impl(self: Any, source: Any, target: Any) -> Any:
-        if source.dtype.scalar != tl.float32 or target.scalar != tl.bfloat16:
-            return cast(self, source, target)
-        rounded = torch.from_numpy(source.data.copy()).to(torch.bfloat16).view(torch.uint16).numpy()
-        return interpreter.TensorHandle(rounded, target.scalar)
+        kinds = (source.dtype.scalar, target.scalar)
+        if kinds == (tl.bfloat16, tl.float32):
+            wide = torch.from_numpy(source.data.copy()).view(torch.bfloat16).float().numpy()
+            return interpreter.TensorHandle(wide, target.scalar)
+        if kinds == (tl.float32, tl.bfloat16):
+            rounded = torch.from_numpy(source.data.copy()).to(torch.bfloat16).view(torch.uint16).numpy()
+            return interpreter.TensorHandle(rounded, target.scalar)
+        return cast(self, source, target)
 
     patch = interpreter._patch_lang_tensor
 

@@ -288,7 +288,7 @@ def check_large(checks: Checks, device: str) -> None:
             bound += x[first:last].double().abs().sum(0)
         mismatches += int(codes[:, columns:].float().count_nonzero() + codes_t[columns:].float().count_nonzero())
         # Depth as in `check_reductions.sum_bound`.
-        unit = (triton_kernel._BLOCK_ROWS_LARGE + -(-rows // triton_kernel._BLOCK_ROWS)) * 2.0**-24
+        unit = (triton_kernel._BLOCK_LARGE[0] + -(-rows // triton_kernel._BLOCK[0])) * 2.0**-24
         worst = float(((sums.double() - exact).abs() / (bound * unit / (1 - unit))).max())
         return {
             "mismatches": mismatches,

@@ -58,8 +58,8 @@ def sum_bound(x: Tensor, flipped: bool) -> Tensor:
     d 2^-24 / (1 - d 2^-24) of the sum of magnitudes. In a block of rows, in whatever order, d is below its height, then
     there is one addition a block. Of a matrix stored by columns torch takes the sums, with d below M.
     """
-    blocks = -(-x.shape[0] // triton_kernel._BLOCK_ROWS)
-    depth = x.shape[0] if flipped else min(x.shape[0], triton_kernel._BLOCK_ROWS_LARGE + blocks)
+    blocks = -(-x.shape[0] // triton_kernel._BLOCK[0])
+    depth = x.shape[0] if flipped else min(x.shape[0], triton_kernel._BLOCK_LARGE[0] + blocks)
     unit = depth * 2.0**-24
     return x.double().abs().sum(0) * unit / (1 - unit)
 

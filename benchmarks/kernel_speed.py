@@ -179,7 +179,8 @@ def sweep(checks: Checks, device: str) -> None:
         (32, 64, 2), (32, 64, 4), (64, 32, 4), (64, 64, 2), (64, 64, 4), (64, 64, 8), (64, 128, 4), (64, 128, 8),
         (128, 32, 4), (128, 64, 4), (128, 64, 8), (128, 128, 4), (128, 128, 8), (256, 32, 4), (256, 64, 8),
     ):  # fmt: skip
-        cast_values = {"_BLOCK_ROWS": rows, "_BLOCK_ROWS_LARGE": rows, "_BLOCK_COLUMNS": columns, "WARPS": warps}
+        block = (rows, columns)
+        cast_values = {"_BLOCK": block, "_BLOCK_LARGE": block, "_BLOCK_OF_VECTORS": block, "WARPS": warps}
         cases = {"copy": copy, "cast": recipes["delayed"], "gradient": recipes["delayed gradient with sums"]}
         cases |= {"row-wise": recipes["row-wise"], "small": small_recipes["delayed"]}
         checks.run("sweep", with_constants(cast_kernels, cast_values, cases), kernel="cast_transpose", **cast_values)
@@ -202,7 +203,7 @@ def sweep(checks: Checks, device: str) -> None:
         checks.run("sweep", with_constants(amax_kernels, block_values, cases), kernel=name, **block_values)
 
 
-def with_constants(module: ModuleType, values: dict[str, int], cases: dict[str, Case]) -> Callable[[], Result]:
+def with_constants(module: ModuleType, values: dict[str, Any], cases: dict[str, Case]) -> Callable[[], Result]:
     """A check that measures `cases` while constants of a kernel's module have other values."""
 
     def timed() -> Result:

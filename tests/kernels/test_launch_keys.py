@@ -147,9 +147,9 @@ def test_a_small_matrix_has_smaller_blocks_than_a_large_one(monkeypatch: pytest.
         launches = launches_of(patched, cast_kernels, "_launch_kernel", call)
     place = cast_kernels.cast_transpose_kernel.arg_names.index("BLOCK_ROWS") - len(launches[0].tensors) - 3
     assert [launch.constants[place] for launch in launches] == [
-        cast_kernels._BLOCK_ROWS,
-        cast_kernels._BLOCK_ROWS_LARGE,
+        cast_kernels._BLOCK[0],
+        cast_kernels._BLOCK_LARGE[0],
     ]
     for launch, x in zip(launches, (small, large), strict=True):
         tall = -(-x.shape[0] // launch.constants[place])
-        assert launch.programs == tall * -(-x.shape[1] // cast_kernels._BLOCK_COLUMNS)
+        assert launch.programs == tall * -(-x.shape[1] // cast_kernels._BLOCK[1])

@@ -9,7 +9,7 @@ import octavo
 from octavo.kernels import support, triton_support
 from octavo.kernels.scaled_mm import native
 
-FEATURES = ["fp8_products", "triton_kernels"]
+FEATURES: list[support.Feature] = ["fp8_products", "block_products", "triton_kernels"]
 
 
 def cards(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int], current: int = 0) -> None:
@@ -20,6 +20,7 @@ def cards(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int], curre
     for module in (native, triton_support):
         monkeypatch.setattr(module, "_capability", lambda index: capabilities[index])
     monkeypatch.setattr(triton_support, "triton_is_installed", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
 
 
 @pytest.mark.parametrize("what", FEATURES)
@@ -38,6 +39,18 @@ def test_ada_multiplies_and_does_not_cast(monkeypatch: pytest.MonkeyPatch) -> No
     answer = octavo.is_supported("triton_kernels")
     assert not answer
     assert "compute capability 8.9" in str(answer)
+
+
+def test_products_by_block_are_hoppers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards(monkeypatch, (10, 0), (9, 0))
+    assert octavo.is_supported("fp8_products", "cuda:0")
+    (reason,) = octavo.is_supported("block_products", "cuda:0").reasons
+    assert reason.startswith("compute capability 10.0")
+    assert octavo.is_supported("block_products", "cuda:1")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert octavo.is_supported("block_products", "cuda:1").reasons == (
+        "CUDA 12.8: products with scales by block need 12.9 or later",
+    )
 
 
 @pytest.mark.parametrize("what", FEATURES)
@@ -81,7 +94,9 @@ def test_every_reason_is_shown() -> None:
 
 
 def test_unknown_features_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="unknown feature 'fp4': expected 'fp8_products' or 'triton_kernels'"):
+    with pytest.raises(
+        ValueError, match="unknown feature 'fp4': expected 'fp8_products', 'block_products', 'triton_kernels'"
+    ):
         octavo.is_supported("fp4", "cuda:99")
 
 

@@ -23,14 +23,14 @@ WARPS = 16
 _NARROW = 64
 # At most so many programs, two for each multiprocessor of an H200; a power of two, as cast_transpose reads them.
 _MOST_PARTIALS = 256
-# By row and column: extents of a block, 512 bytes of a row of bf16, and how many a program takes one below the other, so
+# By row and column: extents of a block, 256 bytes of a row of bf16, and how many a program takes one below the other, so
 # that it meets others in few atomics; of a small matrix fewer, to fill the card.
 _BLOCK_ROWS = 32
-_BLOCK_COLUMNS = 256
+_BLOCK_COLUMNS = 128
 _BLOCKS = 4
 _BLOCKS_LARGE = 16
 _LARGE = 1 << 25
-_WARPS_BY_ROW_AND_COLUMN = 8
+_WARPS_BY_ROW_AND_COLUMN = 4
 
 
 @triton.jit

@@ -9,11 +9,13 @@ from typing import Literal
 import torch
 
 from octavo.kernels.scaled_mm import device_reasons as product_reasons
+from octavo.kernels.scaled_mm.blockwise import device_reasons as block_product_reasons
 from octavo.kernels.triton_support import device_reasons as kernel_reasons
 
-Feature = Literal["fp8_products", "triton_kernels"]
+Feature = Literal["fp8_products", "block_products", "triton_kernels"]
 _REASONS: dict[str, Callable[[torch.device], list[str]]] = {
     "fp8_products": product_reasons,
+    "block_products": block_product_reasons,
     "triton_kernels": kernel_reasons,
 }
 
@@ -41,7 +43,8 @@ def is_supported(what: Feature, device: torch.device | str | None = None) -> Sup
     """Whether `what` runs natively on `device`; without it Octavo computes the same numbers by emulation.
 
     Args:
-        what: "fp8_products" (matrix products on FP8 units) or "triton_kernels" (casts and amaxes in Triton).
+        what: "fp8_products" (matrix products on FP8 units), "block_products" (those under scales by block, for
+            BlockScaling) or "triton_kernels" (casts and amaxes in Triton).
         device: the current CUDA device if there is one, else the CPU, if None.
 
     Raises:
@@ -51,7 +54,7 @@ def is_supported(what: Feature, device: torch.device | str | None = None) -> Sup
         device = "cuda" if torch.cuda.is_available() else "cpu"
     reasons = _REASONS.get(what)
     if reasons is None:
-        raise ValueError(f"unknown feature {what!r}: expected 'fp8_products' or 'triton_kernels'")
+        raise ValueError(f"unknown feature {what!r}: expected {', '.join(map(repr, _REASONS))}")
     where = torch.device(device)
     if where.type == "cuda":
         # The device's own properties can only be asked of one that is there.

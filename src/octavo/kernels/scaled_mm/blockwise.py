@@ -22,6 +22,7 @@ from octavo.formats import E4M3, decode
 from octavo.kernels.block_cast.layout import BLOCK, expanded, is_by_row
 from octavo.kernels.layout import ALIGNMENT
 from octavo.kernels.library import register
+from octavo.kernels.scaled_mm import native
 
 # A bias of the output's dtype could be added by the product itself, if cuBLASLt has such a product.
 BIAS_INSIDE = False
@@ -33,17 +34,9 @@ _128X128 = [ScalingType.BlockWise128x128.value]
 
 
 @functools.cache
-def _device_reasons(index: int) -> tuple[str, ...]:
-    reasons = []
-    major, minor = torch.cuda.get_device_capability(index)
-    if major != _HOPPER:
-        reasons.append(f"compute capability {major}.{minor}: products with float32 scales by block need 9.0 (Hopper)")
-    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
-    if version < _CUDA:
-        reasons.append(f"CUDA {torch.version.cuda}: products with scales by block need 12.9 or later")
-    if not hasattr(torch, "_scaled_mm_v2"):
-        reasons.append(f"torch {torch.__version__} has no torch.nn.functional.scaled_mm: use 2.11 or later")
-    return tuple(reasons)
+def multiplies_blocks_on(index: int | None) -> bool:
+    """True if CUDA device `index` has block-scaled FP8 products."""
+    return not device_reasons(torch.device("cuda", index or 0))
 
 
 def device_reasons(device: torch.device) -> list[str]:
@@ -52,7 +45,16 @@ def device_reasons(device: torch.device) -> list[str]:
         return [f"{device.type} has no FP8 matrix units"]
     if not torch.cuda.is_available():
         return ["no CUDA device is available"]
-    return list(_device_reasons(device.index or 0))
+    reasons = []
+    major, minor = native._capability(device.index or 0)
+    if major != _HOPPER:
+        reasons.append(f"compute capability {major}.{minor}: products with float32 scales by block need 9.0 (Hopper)")
+    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    if version < _CUDA:
+        reasons.append(f"CUDA {torch.version.cuda}: products with scales by block need 12.9 or later")
+    if not hasattr(torch, "_scaled_mm_v2"):
+        reasons.append(f"torch {torch.__version__} has no torch.nn.functional.scaled_mm: use 2.11 or later")
+    return reasons
 
 
 def shape_reasons(a: Tensor, b: Tensor) -> list[str]:
@@ -77,7 +79,7 @@ def unsupported_reasons(a: Tensor, b: Tensor) -> list[str]:
 
 def runs_natively(a: Tensor, b: Tensor) -> bool:
     """True if `block_scaled_mm` of these codes runs on FP8 units rather than by emulation."""
-    return a.is_cuda and not _device_reasons(a.device.index or 0) and not shape_reasons(a, b)
+    return a.is_cuda and multiplies_blocks_on(a.device.index) and not shape_reasons(a, b)
 
 
 def block_scaled_mm(

@@ -75,7 +75,7 @@ def check_casts(checks: Checks) -> None:
     for granularity in GRANULARITIES:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             edges = edge_matrix(E4M3, dtype).flatten()
-            square = edges[: len(edges) // 4096 * 4096].reshape(-1, 4096).to(device)
+            square = edges.repeat(-(-(2**19) // len(edges)))[: 2**19].view(-1, 4096).to(device)
             for what, x in (("edges", square), ("random bits", random_bits((2048, 4096), dtype, device))):
                 call = functools.partial(one_cast, x, granularity=granularity)
                 checks.run("cast", call, values=what, dtype=str(dtype), granularity=str(granularity))

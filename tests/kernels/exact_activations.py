@@ -94,8 +94,8 @@ class Range(NamedTuple):
 
     @staticmethod
     def around(value: Tensor, error: Tensor) -> Range:
-        """What is not finite is sure."""
-        error = torch.where(value.isfinite(), error, 0.0)
+        """What is not finite is sure, and so is the 0 that relu makes of it."""
+        error = torch.where(value.isfinite() & error.isfinite(), error, 0.0)
         return Range(value - error, value + error)
 
     def rounded(self, through: torch.dtype | None) -> Range:

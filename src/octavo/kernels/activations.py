@@ -112,4 +112,4 @@ def _gradient(grad: Tensor, x: Tensor, base: str) -> Tensor:
     if base == "gelu_tanh":
         near = x.clamp(-TANH_FLAT, TANH_FLAT)
         return grad * (s + rise * (near * (TANH_LINEAR + 3 * TANH_CUBIC * (near * near))))
-    return grad * (s + rise * (x * QUICK if base == "qgelu" else x))
+    return grad * (s + rise * x * QUICK if base == "qgelu" else s + rise * x)

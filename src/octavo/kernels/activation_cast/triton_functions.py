@@ -129,7 +129,7 @@ def activated_and_gradient(x, grad, BASE: tl.constexpr, INTERPRETED: tl.constexp
             gradient = grad * (s + rise * (near * (_TANH_LINEAR + 3.0 * _TANH_CUBIC * (near * near))))
         elif BASE == "qgelu":
             y = x * s
-            gradient = grad * (s + rise * (x * _QUICK))
+            gradient = grad * (s + rise * x * _QUICK)
         else:
             y = x * s
             gradient = grad * (s + rise * x)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import octavo
 from octavo.recipes import CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 from octavo.runtime import cuda_graphs
-from octavo.tensor import operand_state
+from octavo.tensor import operand_state, quantizer
 
 DELAYED = DelayedScaling(amax_history_len=4)
 MEASURED = DelayedScaling(amax_history_len=4, initialise_from_first_batch=True)
@@ -195,6 +195,8 @@ def test_where_the_layers_would_do_something_else_they_run_themselves(graphs: St
     assert torch.equal(high, nn.functional.linear(hidden, model[2].weight, model[2].bias))
     with octavo.autocast(recipe=RowwiseScaling()):
         model(x)
+    with octavo.autocast(recipe=CurrentScaling(), calibrating=True):
+        model(x)
     with octavo.count_gemms() as count:
         model(x)
     assert count.fp8 == 2
@@ -223,8 +225,18 @@ def test_a_new_checkpoint_is_measured_by_the_layers_and_then_replayed(graphs: St
     assert graphs.replays == 1
 
 
-def test_an_update_between_forward_and_backward_changes_no_gradient() -> None:
-    """Run by themselves, captured layers take a copy of the scale, since the context's exit overwrites it."""
+def test_an_update_between_forward_and_backward_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run by themselves, captured layers take a copy of the scale, since the context's exit overwrites it.
+
+    A GPU's casts give out the scale that they were given; the reference, which copies it, is made to do so too.
+    """
+    real = quantizer.cast_transpose
+
+    def as_on_a_gpu(x: Tensor, format: Any, rowwise: Tensor | None, columnwise: Tensor | None, **options: Any) -> Any:
+        out = real(x, format, rowwise, columnwise, **options)
+        return out._replace(scale=rowwise, scale_t=columnwise)
+
+    monkeypatch.setattr(quantizer, "cast_transpose", as_on_a_gpu)
     results = []
     for captured in (False, True):
         torch.manual_seed(3)
@@ -240,12 +252,31 @@ def test_an_update_between_forward_and_backward_changes_no_gradient() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_a_forgotten_update_is_noticed(graphs: StandIn) -> None:
+def test_a_replayed_copy_takes_part_from_its_first_forward_on(graphs: StandIn) -> None:
+    """With several ranks, the amaxes of a copy are agreed on once it trains."""
+    model = copy.deepcopy(model_with(DELAYED))
+    octavo.make_graphed_callables(model, (sample(),))
+    assert not model[0].delayed_state.takes_part
+    model(sample())
+    assert graphs.replays == 1
+    assert model[0].delayed_state.takes_part
+
+
+def test_micro_batches_are_no_forgotten_updates(graphs: StandIn) -> None:
     model = model_with(DELAYED)
     octavo.make_graphed_callables(model, (sample(),))
+    for _ in range(6):  # a warning would be an error
+        model(sample())
+    assert graphs.replays == 6
+
+
+def test_a_forgotten_update_is_noticed(graphs: StandIn) -> None:
+    parts = model_with(DELAYED), model_with(DELAYED)
+    octavo.make_graphed_callables(parts, ((sample(),), (sample(),)))
     with pytest.warns(UserWarning, match="Sequential: an optimizer stepped 2 times") as seen:
-        train(model, None, 6, update=False)
-    assert len(seen) == 1
+        train(nn.Sequential(*parts), None, 6, update=False)
+    assert graphs.replays == 12
+    assert len(seen) == 1, "the first to notice speaks for all"
 
 
 def test_a_copy_has_no_graph(graphs: StandIn) -> None:
@@ -282,6 +313,8 @@ def test_what_could_not_be_captured_is_refused(graphs: StandIn) -> None:
         octavo.make_graphed_callables(model, (x,))
     with octavo.autocast(enabled=False), pytest.raises(ValueError, match="FP8 is switched off here"):
         octavo.make_graphed_callables(model, (x,))
+    with pytest.raises(ValueError, match="no recipe is in force for the 2 FP8 layers of Sequential"):
+        octavo.make_graphed_callables(model_with(None), (x,))
     with pytest.raises(ValueError, match="1 modules and 2 tuples"):
         octavo.make_graphed_callables((model,), ((x,), (x,)))
     with pytest.raises(ValueError, match="is no module"):

@@ -60,8 +60,8 @@ def make_graphed_callables(
         octavo.update_scales(model)        # or octavo.autocast around the forward, entered here as well
 
     Call it inside the contexts in which the modules will run. A replay is taken wherever the layers would do the same
-    again; elsewhere (evaluation, gradients off, another recipe or none in force, an observer, `count_gemms`, a scale
-    that a new checkpoint has made unknown) the layers run themselves.
+    again; elsewhere (evaluation, gradients off, another recipe or none in force, calibration, an observer,
+    `count_gemms`, a scale that a new checkpoint has made unknown) the layers run themselves.
 
     Args:
         callables: a module or a tuple of modules, in the order in which they run. Each becomes its graphed self.
@@ -73,8 +73,8 @@ def make_graphed_callables(
         the module or the tuple of modules that was given.
 
     Raises:
-        ValueError: not on a CUDA device; not a module; a layer is watched by an observer; FP8 is switched off here; a
-            sample tells no scale.
+        ValueError: not on a CUDA device; not a module; a layer is watched by an observer; FP8 is not on here; a sample
+            tells no scale.
         RuntimeError: products are being counted; gradients are off.
     """
     modules = callables if isinstance(callables, tuple) else (callables,)
@@ -222,7 +222,13 @@ def _check(modules: Sequence[Any], samples: Sequence[Samples]) -> None:
                 raise ValueError(
                     f"{name} lies on {tensor.device}: CUDA graphs need a CUDA device; move the module and samples there"
                 )
-        for layer in _layers_of(module):
+        layers = _layers_of(module)
+        if layers and not any(recipe_in_force(layer.recipe, layer.layer_name) for layer in layers):
+            raise ValueError(
+                f"no recipe is in force for the {len(layers)} FP8 layers of {type(module).__name__}, and the graphs"
+                " would hold products in high precision: call it inside octavo.autocast(recipe=...), where they will run"
+            )
+        for layer in layers:
             if layer.observer is not None:
                 raise ValueError(
                     f"{layer.layer_name or type(layer).__name__} has an observer, which a graph would not call: take it"

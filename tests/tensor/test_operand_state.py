@@ -22,7 +22,8 @@ def test_a_forward_scale_is_swapped_by_name() -> None:
     assert [t.item() for t in before] == [1.0, 1.0], "whoever read them keeps what was read"
     assert state.scale.item() == 4.0
     assert state.multiplier.item() == 0.25
-    state.rescale(2.0)
+    state.provide_for(448.0)
+    state.provide_for(224.0)
     assert state.scale.item() == 8.0
     assert before[0].item() == 1.0
 
@@ -45,7 +46,8 @@ def test_while_a_cuda_graph_is_captured_every_address_stays(late_bound: bool, mo
     assert not operand_state.stays_in_place()
     assert state.captured
     updated(state, 5.0, [0.0, 3.0])
-    state.rescale(2.0)
+    state.provide_for(448.0)
+    state.provide_for(224.0)
     state.resize(2)
     state.gather(torch.tensor(7.0))
     assert (state.scale.item(), state.history.tolist(), state.gathered.item()) == (10.0, [0.0, 3.0], 7.0)

@@ -16,6 +16,7 @@ from octavo.conversion.fast_path import leave_fast_path, restore_fast_path
 from octavo.conversion.gain import expected_gain
 from octavo.conversion.report import ConversionReport, LayerReport
 from octavo.conversion.selection import Candidate, LayerFilter, candidates, checked_selection, unmatched_patterns
+from octavo.conversion.siblings import share_inputs
 from octavo.modules import FP8LinearMixin
 from octavo.recipes import CurrentScaling, Recipe, check_recipe
 from octavo.tensor import QuantizedTensor
@@ -58,7 +59,7 @@ def convert(
     found = candidates(model, selection)
     rows = [_convert_layer(layer, chosen, dry_run) for layer in found]
     converted = {id(layer.module) for layer, row in zip(found, rows, strict=True) if row.converted}
-    remarks = [] if dry_run else leave_fast_path(model, converted)
+    remarks = [] if dry_run else leave_fast_path(model, converted) + _shared_inputs(model)
     report = ConversionReport(
         tuple(rows), tuple(unmatched_patterns(found, selection)), tuple(remarks), dry_run, _device(model)
     )
@@ -118,6 +119,11 @@ def _convert_layer(layer: Candidate, recipe: Recipe, dry_run: bool) -> LayerRepo
         reason,
         expected_gain(layer.in_features, layer.out_features),
     )
+
+
+def _shared_inputs(model: nn.Module) -> list[str]:
+    groups = share_inputs(model)
+    return [f"{len(groups)} groups of layers, such as {', '.join(groups[0])}, share their input."] if groups else []
 
 
 def _become_fp8(module: nn.Module, recipe: Recipe | None, name: str) -> None:

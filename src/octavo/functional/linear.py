@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.functional.shared_input import quantize_input
 from octavo.kernels import padded, runs_natively, scaled_mm
 from octavo.runtime import LinearPlan
 from octavo.tensor import Operand, QuantizedTensor, operand_of
@@ -47,7 +48,8 @@ def linear(
         result: Tensor = _Linear.apply(x, weight, bias, plan, out_dtype, cached_weight)
         return result
     operand = cached_weight or quantize_weight(weight, plan, True, False)
-    return _fprop(plan.input(_as_rows(x), True, False), operand, bias, x, weight.shape[0], plan, out_dtype)
+    rows = quantize_input(x, plan.input, plan.owner, out_dtype, False)
+    return _fprop(rows, operand, bias, x, weight.shape[0], plan, out_dtype)
 
 
 def quantize_weight(weight: Tensor, plan: LinearPlan, rowwise: bool, columnwise: bool) -> Operand:
@@ -70,7 +72,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         needs_dx, needs_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         # 1. Codes, each in the layouts that somebody will use.
-        rows = plan.input(_as_rows(x), True, needs_dw and plan.wgrad_fp8)
+        rows = quantize_input(x, plan.input, plan.owner, out_dtype, needs_dw and plan.wgrad_fp8)
         operand = cached_weight
         if operand is None:
             operand = quantize_weight(weight, plan, True, needs_dx and plan.dgrad_fp8)
@@ -87,7 +89,7 @@ class _Linear(torch.autograd.Function):
             weight if keeps_w else None,
         )
         ctx.plan = plan
-        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.x_shape, ctx.x_dtype, ctx.out_dtype = x.shape, x.dtype, out_dtype
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
@@ -116,8 +118,8 @@ class _Linear(torch.autograd.Function):
         if dgrad_fp8 and codes is not None:
             dy_codes, dy_scale = codes.row_wise
             _count(plan, "dgrad", dy_codes, w_codes_t, dy_scale)
-            dx = scaled_mm(dy_codes, w_codes_t, dy_scale, w_scale_t, None, ctx.x_dtype, plan.accumulate.dgrad)
-            dx = _unpadded(dx, rows.shape[0], num_in).reshape(ctx.x_shape)
+            dx = scaled_mm(dy_codes, w_codes_t, dy_scale, w_scale_t, None, ctx.out_dtype, plan.accumulate.dgrad)
+            dx = _unpadded(dx, rows.shape[0], num_in).reshape(ctx.x_shape).to(ctx.x_dtype)
         elif needs_dx:
             _count(plan, "dgrad", None, None)
             dx = (rows @ _high(w_high, rows.dtype)).reshape(ctx.x_shape).to(ctx.x_dtype)

@@ -100,8 +100,6 @@ class FP8LinearMixin(nn.Module):
             self._notice_forgotten_update(weight)
         operand = None if cached_weight is None else self._cached(weight, plan, cached_weight)
         out_dtype = _out_dtype(x)
-        # Under torch.autocast a product's input has its dtype: there the compiler casts as it writes what came before.
-        x = x if x.dtype is out_dtype else x.to(out_dtype)
         return linear(x, weight, self.added_bias(), plan, out_dtype, operand)
 
     def _high_precision(self, x: Tensor, weight: Tensor, call: Call) -> Tensor:

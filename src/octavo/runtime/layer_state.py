@@ -87,10 +87,8 @@ class LayerState:
         In another format the scales go on providing for the same amaxes.
         """
         update, before = recipe.delayed, self.recipe
-        old = recipe.linear if before is None else before.linear
-        for operand, spec, new in zip(self.operands, old[:3], recipe.linear[:3], strict=True):
-            if spec.format.max != new.format.max:
-                operand.rescale(spec.format.max / new.format.max)
+        for operand, spec in zip(self.operands, recipe.linear[:3], strict=True):
+            operand.provide_for(spec.format.max)
             if before is None and update is not None and update.initialise_from_first_batch:
                 operand.from_data = operand.from_data or not operand.is_known
         self.recipe = recipe

@@ -25,6 +25,7 @@ class LinearPlan(NamedTuple):
         accumulate: how each product sums.
         dgrad_fp8, wgrad_fp8: False runs that product in the dtype of the forward.
         weight_spec: what the weight's codes are, to tell whether a cached weight still fits.
+        owner: stands for the layer.
         name, counter: for `count_gemms`.
     """
 
@@ -35,6 +36,7 @@ class LinearPlan(NamedTuple):
     dgrad_fp8: bool
     wgrad_fp8: bool
     weight_spec: QuantizeSpec
+    owner: LayerState
     name: str
     counter: GemmCount | None
 
@@ -95,6 +97,7 @@ def _planned(
         specs.dgrad_fp8,
         specs.wgrad_fp8,
         specs.weight,
+        state,
         name,
         counter,
     )

@@ -100,6 +100,7 @@ def update_states(states: list[LayerState], group: object | None, otherwise: Rec
     # A layer that has not run has no name by which an override could be looked up.
     if otherwise is not None and (otherwise.delayed is None or otherwise.overrides):
         otherwise = None
+    seen: set[int] = set()
     known: dict[tuple[object, ...], list[tuple[list[OperandState], list[int]]]] = {}
     kinds: dict[_Kind, list[OperandState]] = {}
     positions: dict[_Kind, list[int]] = {}
@@ -116,6 +117,9 @@ def update_states(states: list[LayerState], group: object | None, otherwise: Rec
             ]
             known[made_for] = [(kinds.setdefault(kind, []), positions.setdefault(kind, [])) for kind in its_kinds]
         for place, ((operands, places), operand) in enumerate(zip(known[made_for], state.operands, strict=True)):
+            if id(operand) in seen:
+                continue  # shared by layers on one input
+            seen.add(id(operand))
             operands.append(operand)
             places.append(len(state.operands) * number + place)
         state.context = None

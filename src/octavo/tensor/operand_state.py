@@ -46,6 +46,7 @@ class OperandState:
         self.late_bound = late_bound
         self.from_data = False
         self.closed_before = False
+        self.format_max: float | None = None
         self.captured = False
         # Also for a model that is built under inference_mode: whether it trains later is not known.
         with torch.inference_mode(False):
@@ -91,10 +92,12 @@ class OperandState:
         else:
             self.scale = scale
 
-    def rescale(self, factor: float) -> None:
-        """Provide for the amaxes so far, if there are any, in a format whose largest value is smaller by `factor`."""
-        scale = self.scale * torch.where(self.history.amax() > 0, factor, 1.0)
-        self._set_scale(scale)
+    def provide_for(self, format_max: float) -> None:
+        """Be cast to a format of this largest value from now on; the scale goes on providing for the amaxes so far."""
+        before, self.format_max = self.format_max, format_max
+        if before not in (None, format_max):
+            factor = before / format_max  # type: ignore[operator]
+            self._set_scale(self.scale * torch.where(self.history.amax() > 0, factor, 1.0))
 
     def has_gathered_by_now(self) -> bool:
         """For compiled code, which cannot look: True if this step has gathered, by the order of things.

@@ -69,6 +69,13 @@ class CurrentQuantizer:
     def __init__(self, spec: QuantizeSpec) -> None:
         self.spec = spec
 
+    def origin(self) -> tuple[object, ...]:
+        """What decides on the codes of given data: another quantizer makes the same if its is of the same objects."""
+        return (self.spec,)
+
+    def note(self, operand: Operand) -> None:
+        """What another quantizer of the same origin made is taken as this one's."""
+
     def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
         """Codes of x [M, K] under scales measured from it."""
         spec = self.spec
@@ -132,6 +139,16 @@ class DelayedQuantizer:
         self.fixed = scale
         self.used = used
 
+    def origin(self) -> tuple[object, ...]:
+        """As `CurrentQuantizer.origin`; the amax has been gathered in the same state, if it is."""
+        scale = self.state.scale if self.fixed is None else self.fixed
+        return self.spec.format, self.spec.inf_to_nan, self.state, scale, self.gather, self.from_data
+
+    def note(self, operand: Operand) -> None:
+        """As `CurrentQuantizer.note`; its scale is noted."""
+        if self.used is not None:
+            self.used.scale = operand.scale
+
     def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
         """Codes of x [M, K] under the state's scale; its amax is gathered."""
         measured = self.from_data and self.fixed is None
@@ -175,6 +192,13 @@ class StaticQuantizer:
 
     def __init__(self, spec: QuantizeSpec) -> None:
         self.spec = spec
+
+    def origin(self) -> tuple[object, ...]:
+        """As `CurrentQuantizer.origin`."""
+        return (self.spec,)
+
+    def note(self, operand: Operand) -> None:
+        """As `CurrentQuantizer.note`."""
 
     def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
         """Codes of x [M, K] under the given scale."""

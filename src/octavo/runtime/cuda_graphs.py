@@ -226,7 +226,7 @@ def _check(modules: Sequence[Any], samples: Sequence[Samples]) -> None:
         if layers and not any(recipe_in_force(layer.recipe, layer.layer_name) for layer in layers):
             raise ValueError(
                 f"no recipe is in force for the {len(layers)} FP8 layers of {type(module).__name__}, and the graphs"
-                " would hold products in high precision: call it inside octavo.autocast(recipe=...), where they will run"
+                " would hold products in high precision: call it inside octavo.autocast(recipe=...), as they will run"
             )
         for layer in layers:
             if layer.observer is not None:

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 import torch
-from tests.kernels.interpreting import steps_between
+from tests.kernels.agreement import steps_between
 from torch import Tensor
 from torch.nn import functional as F
 

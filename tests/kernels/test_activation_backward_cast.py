@@ -8,30 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.formats.edge_values import every_value
-from tests.kernels.exact_activations import (
-    TRANSCENDENTAL,
-    assert_codes_within,
-    base_of,
-    exact_gradient,
-    gradient_range,
-    input_of,
-)
-from tests.kernels.interpreting import (
-    assert_same,
-    compiled_only,
-    exact_conversions,
-    interpreted,
-    run_interpreted,
-    silent,
-)
+from tests.kernels.agreement import assert_same
+from tests.kernels.exact_activations import exact_gradient, gradient_range, input_of
+from tests.kernels.fused_twins import GRADIENT_SCALE as SCALE
+from tests.kernels.fused_twins import finite_bf16, gradient_is_reference, gradients, specials, within_range
+from tests.kernels.interpreting import compiled_only, exact_conversions, interpreted, run_interpreted, silent
 from tests.kernels.matrices import SHAPES, memory_orders
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, cast
 from octavo.kernels.activation_backward_cast import (
     activation_backward_cast,
-    activation_backward_cast_reference,
     activation_backward_output,
     activation_backward_output_reference,
     unsupported_reasons,
@@ -41,19 +28,6 @@ from octavo.kernels.cast_transpose import ScaleRule, cast_transpose
 
 BF16 = torch.bfloat16
 FULL_SHAPES = [shape for shape in SHAPES if shape[0] and shape[1]]
-SCALE = 0.0007
-
-
-def finite_bf16(device: str = "cpu") -> Tensor:
-    values = every_value(BF16).to(device)
-    return torch.where(values.isfinite(), values, 0)
-
-
-def within_range(found: Tensor, grad: Tensor, x: Tensor, activation: str) -> None:
-    """A float32 gradient at finite x against autograd in float64."""
-    low, high = gradient_range(grad, x, activation)
-    inside = (low <= found.double()) & (found.double() <= high)
-    assert (inside | (found == low.float()) | (found == high.float())).all()
 
 
 @pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name not in GATED])
@@ -184,55 +158,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     return triton_kernel
 
 
-def twin_is_reference(
-    function: Any, grad: Tensor, x: Tensor, activation: str, through: torch.dtype | None, number: int
-) -> None:
-    """Bit for bit, or, of what rests on exponentials, the same code wherever that is sure."""
-    scale, start = torch.tensor(SCALE, device=x.device), 10.0 * (number % 2)
-    gathered, expected_gathered = torch.full((2,), start, device=x.device)
-    format, inf_to_nan = (E5M2, E4M3)[number % 2], number % 3 != 1
-    codes, used, codes_t, sums = function(grad, x, activation, format, scale, through, gathered, inf_to_nan, True)
-    expected = activation_backward_cast_reference(
-        grad, x, activation, format, scale, through, expected_gathered, inf_to_nan, True
-    )
-    assert used == scale
-    values = gradient_range(grad, x, activation)
-    low, high = (end.double() for end in values.rounded(through))
-    # float32 sums of M rows in whatever order: at most M roundings of the sum of magnitudes.
-    slack = x.shape[0] * 2.0**-24 * torch.maximum(low.abs(), high.abs()).sum(0)
-    finite = (low.isfinite() & high.isfinite()).all(0)
-    assert ((low.sum(0) - slack <= sums.double()) & (sums.double() <= high.sum(0) + slack))[finite].all()
-    assert not sums.isfinite()[~finite].any()
-    if base_of(activation) not in TRANSCENDENTAL:
-        assert_same((codes, used, codes_t, gathered), (*expected[:3], expected_gathered))
-        return
-    for outputs, largest in (((codes, codes_t), gathered), ((expected[0], expected[2]), expected_gathered)):
-        unsure = assert_codes_within(*outputs, largest, values, scale, through, start, inf_to_nan)
-        # Where a gradient passes through 0, or is next to it, few codes are sure; elsewhere nearly all.
-        assert unsure <= values.low.numel() / 8 + 3
-
-
-def gradients(shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    """Normal numbers; some zeros, a NaN and infinities where there is room."""
-    grad = torch.randn(shape, device=device)
-    grad[torch.rand(shape, device=device) < 0.05] = 0.0
-    if min(shape) > 4:
-        grad[2, 1], grad[3, 2], grad[4, 3] = float("nan"), float("inf"), -float("inf")
-    return grad.to(dtype)
-
-
-def specials(x: Tensor, grad: Tensor, activation: str) -> Tensor:
-    """x of ordinary numbers beside infinite gradients (0 times inf or just above is not sure); relu's anywhere."""
-    x = x.clone()
-    x[torch.rand(x.shape, device=x.device) < 0.05] = 0.0
-    if base_of(activation) in TRANSCENDENTAL:
-        infinite = grad.isinf() if activation not in GATED else torch.cat([grad.isinf(), grad.isinf()], dim=1)
-        return torch.where(infinite, 1.5, x)
-    if min(grad.shape) > 4:
-        x[0, 0], x[1, 1], x[0, 2] = float("inf"), float("nan"), -float("inf")
-    return x
-
-
 @interpreted
 @silent
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -241,10 +166,10 @@ def test_the_twin_is_its_reference(kernels: Any, activation: str) -> None:
         dtype, through = (BF16, torch.float16, torch.float32)[number % 3], (None, BF16, torch.float16)[number % 3]
         grad = gradients(shape, dtype)
         x = specials(input_of(shape, activation, dtype), grad, activation)
-        twin_is_reference(kernels.activation_backward_cast_triton, grad, x, activation, through, number)
+        gradient_is_reference(kernels.activation_backward_cast_triton, grad, x, activation, through, number)
         if shape == (17, 31) and activation in ("relu", "swiglu"):
             for (_, a), (_, b) in zip(memory_orders(grad), memory_orders(x), strict=True):
-                twin_is_reference(kernels.activation_backward_cast_triton, a, b, activation, through, number)
+                gradient_is_reference(kernels.activation_backward_cast_triton, a, b, activation, through, number)
 
 
 @interpreted
@@ -363,7 +288,7 @@ def test_on_a_gpu_the_twin_is_its_reference(activation: str) -> None:
         dtype, through = (BF16, torch.float16, torch.float32)[number % 3], (None, BF16, torch.float16)[number % 3]
         grad = gradients(shape, dtype, "cuda")
         x = specials(input_of(shape, activation, dtype, "cuda"), grad, activation)
-        twin_is_reference(function, grad, x, activation, through, number)
+        gradient_is_reference(function, grad, x, activation, through, number)
 
 
 @pytest.mark.gpu

@@ -8,31 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.formats.edge_values import every_value
-from tests.kernels.exact_activations import (
-    TRANSCENDENTAL,
-    assert_codes_within,
-    base_of,
-    bounds,
-    exact,
-    input_of,
-    result_range,
-)
-from tests.kernels.interpreting import (
-    assert_same,
-    compiled_only,
-    exact_conversions,
-    interpreted,
-    run_interpreted,
-    silent,
-)
+from tests.kernels.agreement import assert_same
+from tests.kernels.exact_activations import exact, input_of
+from tests.kernels.fused_twins import ACTIVATION_SCALE as SCALE
+from tests.kernels.fused_twins import activation_is_reference, finite_bf16, with_some_specials, within_bounds
+from tests.kernels.interpreting import compiled_only, exact_conversions, interpreted, run_interpreted, silent
 from tests.kernels.matrices import SHAPES, memory_orders, with_specials
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, cast
 from octavo.kernels.activation_cast import (
     activation_cast,
-    activation_cast_reference,
     activation_output,
     activation_output_reference,
     unsupported_reasons,
@@ -42,23 +28,6 @@ from octavo.kernels.cast_transpose import ScaleRule, cast_transpose
 
 BF16 = torch.bfloat16
 FULL_SHAPES = [shape for shape in SHAPES if shape[0] and shape[1]]
-SCALE = 0.013
-
-
-def finite_bf16(device: str = "cpu") -> Tensor:
-    """Every finite value of bf16, zeros for the others, [256, 256]."""
-    values = every_value(BF16).to(device)
-    return torch.where(values.isfinite(), values, 0)
-
-
-def within_bounds(found: Tensor, x: Tensor, activation: str) -> None:
-    """A float32 result of a plain function at finite x against float64."""
-    x64 = x.double()
-    allowed, _ = bounds(x64, activation)
-    expected = exact(x64, activation)
-    # Beyond the range of float32 both are infinite.
-    close = (found.double() - expected).abs() <= allowed
-    assert (close | (found.double() == expected.float().double())).all()
 
 
 @pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name not in GATED])
@@ -180,36 +149,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     return triton_kernel
 
 
-def twin_is_reference(function: Any, x: Tensor, activation: str, through: torch.dtype | None, number: int) -> None:
-    """Bit for bit, or, of what rests on exponentials, the same code wherever that is sure."""
-    scale, start = torch.tensor(SCALE, device=x.device), 10.0 * (number % 2)
-    gathered, expected_gathered = torch.full((2,), start, device=x.device)
-    format, wanted = (E4M3, E5M2)[number % 2], ((True, True), (True, False), (False, True), (True, True))[number % 4]
-    codes, used, codes_t = function(x, activation, format, scale, through, gathered, *wanted)
-    expected = activation_cast_reference(x, activation, format, scale, through, expected_gathered, *wanted)
-    assert used == scale
-    if base_of(activation) not in TRANSCENDENTAL:
-        assert_same((codes, used, codes_t, gathered), (*expected, expected_gathered))
-        return
-    values = result_range(x, activation)
-    for outputs, largest in (((codes, codes_t), gathered), ((expected[0], expected[2]), expected_gathered)):
-        assert (outputs[0] is not None, outputs[1] is not None) == wanted
-        unsure = assert_codes_within(*outputs, largest, values, scale, through, start)
-        # E4M3 straight from float32 has the middle of two codes within 2^-19 of one in 2^15, bf16 in between of one in
-        # 2^11; of values near 0, whose codes E5M2 has many of, gelu_erf is sure within 2^-22 |x| only.
-        part = 8 if base_of(activation) == "gelu_erf" else 512
-        assert unsure <= values.low.numel() / part + 3
-
-
-def with_some_specials(x: Tensor, activation: str) -> Tensor:
-    """Zeros, inf and NaN; but nothing infinite times what may be 0 or just above."""
-    special = with_specials(x)
-    if base_of(activation) in TRANSCENDENTAL and activation in GATED:
-        half = x.shape[1] // 2
-        special[:, half:] = torch.where(special[:, half:].isinf(), x[:, half:], special[:, half:])
-    return special
-
-
 @interpreted
 @silent
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -219,7 +158,7 @@ def test_the_twin_is_its_reference(kernels: Any, activation: str) -> None:
         x = with_some_specials(input_of(shape, activation, dtype), activation)
         several = shape == (17, 31) and activation in ("relu", "swiglu")
         for _, view in list(memory_orders(x))[: None if several else 1]:
-            twin_is_reference(kernels.activation_cast_triton, view, activation, through, number)
+            activation_is_reference(kernels.activation_cast_triton, view, activation, through, number)
 
 
 @interpreted
@@ -332,7 +271,7 @@ def test_on_a_gpu_the_twin_is_its_reference(activation: str) -> None:
     for number, shape in enumerate([*FULL_SHAPES, (70, 130), (4096, 1280), (1000, 9002)]):
         dtype, through = (BF16, torch.float16, torch.float32)[number % 3], (None, BF16, torch.float16)[number % 3]
         x = with_some_specials(input_of(shape, activation, dtype, "cuda"), activation)
-        twin_is_reference(function, x, activation, through, number)
+        activation_is_reference(function, x, activation, through, number)
 
 
 @pytest.mark.gpu

@@ -8,15 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.interpreting import (
-    assert_same,
-    compiled_only,
-    exact_conversions,
-    interpreted,
-    run_interpreted,
-    silent,
-    steps_between,
-)
+from tests.kernels.agreement import assert_same, steps_between
+from tests.kernels.fused_twins import NORM_SCALE as SCALE
+from tests.kernels.fused_twins import parameters, rows_of, run_norm
+from tests.kernels.interpreting import compiled_only, exact_conversions, interpreted, run_interpreted, silent
 from tests.kernels.matrices import SHAPES, memory_orders
 from torch import Tensor
 
@@ -30,28 +25,11 @@ from octavo.kernels.norm_cast import (
     norm_output_reference,
     unsupported_reasons,
 )
-from octavo.kernels.norm_cast.reference import normalised, statistics
+from octavo.kernels.norm_cast.reference import normalised
 
 BF16 = torch.bfloat16
 KINDS = ("layer", "rms")
 FULL_SHAPES = [shape for shape in SHAPES if shape[0] and shape[1]]
-SCALE = 0.013
-
-
-def rows_of(shape: tuple[int, int], dtype: torch.dtype = BF16, device: str = "cpu") -> Tensor:
-    """Rows of different size and mean; if there are five, one of zeros, one constant, one with inf, one with NaN."""
-    rows = shape[0]
-    x = torch.randn(shape, device=device) * torch.exp2(torch.randint(-3, 4, (rows, 1), device=device).float())
-    x += torch.randn(rows, 1, device=device)
-    if rows > 4 and shape[1]:
-        x[0], x[1] = 0.0, 3.0
-        x[2, shape[1] // 2], x[3, -1] = float("inf"), float("nan")
-    return x.to(dtype)
-
-
-def parameters(columns: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    weight = torch.rand(columns, device=device) + 0.5
-    return weight.to(dtype), torch.randn(columns, device=device).to(dtype)
 
 
 def exact(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -221,49 +199,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     return triton_kernel
 
 
-def twin_is_reference(
-    found: Any, x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None, wanted: dict[str, Any]
-) -> None:
-    """Statistics within their bound; then all else bit for bit, with those statistics."""
-    codes, scale, codes_t, output, mean, rstd = found
-    finite = x.float().isfinite().all(1)
-    exact_mean, exact_rstd = statistics(x.double().where(finite[:, None], 0.0).float(), norm)
-    x64, unit = x.double()[finite], (x.shape[1] + 8) * 2.0**-24
-    centre = x64.mean(1) if norm.kind == "layer" else torch.zeros(len(x64), dtype=torch.float64, device=x.device)
-    variance = (x64 - centre[:, None]).square().mean(1)
-    # The first columns of a row are like the others here: the variance loses no more than a factor 2.
-    error = (1 / (rstd[finite].double().square()) - (variance + norm.epsilon)).abs()
-    assert (error <= 4 * unit * (variance + norm.epsilon)).all()
-    assert rstd.isnan().equal(exact_rstd.isnan() | ~finite) or norm.kind == "rms"
-    if norm.kind == "layer":
-        assert exact_mean is not None
-        assert ((mean[finite].double() - centre).abs() <= unit * (x64.abs().mean(1) + 1e-30)).all()
-    y = normalised(x, norm, weight, bias, mean, rstd)
-    y = y if norm.through is None else y.to(norm.through)
-    gathered = torch.tensor(wanted["start"], device=x.device)
-    source = torch.tensor(SCALE, device=x.device)
-    expected = cast_transpose(y, wanted["format"], source, source if wanted["columnwise"] else None, gathered=gathered)
-    assert_same((codes, scale, codes_t), (expected.codes, expected.scale, expected.codes_t))
-    assert_same((wanted["gathered"],), (gathered,))
-    if wanted["return_output"]:
-        assert_same((output,), (y.to(norm.through or x.dtype),))
-
-
-def run_twin(function: Any, x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None, number: int) -> None:
-    wanted = {
-        "format": (E4M3, E5M2)[number % 2],
-        "columnwise": number % 3 != 2,
-        "return_output": number % 2 == 0,
-        "start": 100.0 * (number % 2),
-    }
-    gathered = torch.tensor(wanted["start"], device=x.device)
-    scale = torch.tensor(SCALE, device=x.device)
-    found = function(
-        x, norm, weight, bias, wanted["format"], scale, gathered, wanted["columnwise"], wanted["return_output"]
-    )
-    twin_is_reference(found, x, norm, weight, bias, wanted | {"gathered": gathered})
-
-
 @interpreted
 @silent
 @pytest.mark.parametrize("kind", KINDS)
@@ -277,7 +212,7 @@ def test_the_twin_is_its_reference(kernels: Any, shape: tuple[int, int], kind: s
         x = rows_of(shape, dtype)
         several = number == 0 and shape == (17, 31)
         for _, view in list(memory_orders(x))[: None if several else 1]:
-            run_twin(kernels.norm_cast_triton, view, norm, weight, bias, number)
+            run_norm(kernels.norm_cast_triton, view, norm, weight, bias, number)
 
 
 @interpreted
@@ -287,7 +222,7 @@ def test_every_block_gives_the_same(kernels: Any, monkeypatch: pytest.MonkeyPatc
     for block, programs in (((32, 64, 8, 0), 3), ((16, 128, 4, 1), 1), ((32, 256, 8, 0), 2)):
         monkeypatch.setattr(kernels, "_cast_block", lambda x, b=block, p=programs: (kernels.Block(*b), p))
         for number, shape in enumerate(((90, 128), (70, 200))):
-            run_twin(
+            run_norm(
                 kernels.norm_cast_triton, rows_of(shape), Norm("layer", through=BF16), *parameters(shape[1]), number
             )
 
@@ -299,7 +234,7 @@ def test_an_infinite_result_leaves_the_largest_finite_one_to_be_gathered(kernels
     weight, bias = parameters(50)
     weight[7], bias[9], weight[10] = float("inf"), -float("inf"), 1e30
     for number, through in enumerate((None, torch.float16)):
-        run_twin(kernels.norm_cast_triton, x, Norm("layer", through=through), weight, bias, number)
+        run_norm(kernels.norm_cast_triton, x, Norm("layer", through=through), weight, bias, number)
 
 
 @interpreted
@@ -427,7 +362,7 @@ def test_on_a_gpu_the_twin_is_its_reference(kind: str) -> None:
     for number, (shape, through) in enumerate(itertools.product(shapes, (None, BF16))):
         weight, bias = parameters(shape[1], device="cuda")
         x = rows_of(shape, (BF16, torch.float32)[number % 2], "cuda")
-        run_twin(
+        run_norm(
             lambda x, n, w, b, f, s, g, c, o: norm_cast(
                 x, n, w, b, f, s, gathered=g, columnwise=c, return_output=o
             ),

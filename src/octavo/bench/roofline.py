@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.conversion.gain import CAST_BYTES, H200, Card
+from octavo.conversion.card import H200, Card
+from octavo.conversion.gain import CAST_BYTES
 
 CAST_PRICE = CAST_BYTES / 4
 
@@ -37,10 +38,10 @@ class Ceilings:
         return self.bf16 if kind == "bf16" else getattr(self, f"fp8_{kind}", None)
 
     def card(self) -> Card | None:
-        """As the card of `octavo.conversion.gain`; None if a rate is missing."""
+        """As a card of `octavo.conversion.card`, with an H200's overheads; None if a rate is missing."""
         if self.copy is None or self.bf16 is None or self.fp8_tensor is None:
             return None
-        return Card("measured", self.bf16, self.fp8_tensor, self.copy)
+        return Card("measured", self.bf16, self.fp8_tensor, self.copy, self.fp8_row, self.fp8_block)
 
 
 def ceilings_of(rows: Iterable[dict[str, Any]]) -> Ceilings:

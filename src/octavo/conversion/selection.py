@@ -8,8 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
+from octavo.conversion.card import H200, Card
 from octavo.conversion.converted import is_conv1d
-from octavo.conversion.gain import expected_gain
+from octavo.conversion.gain import METHODS, Method, expected_gain
 from octavo.kernels.scaled_mm import device_reasons
 from octavo.modules import OUT_DTYPES, FP8LinearMixin
 
@@ -109,17 +110,28 @@ def _choice_reasons(
     return _speed_reasons(module, in_features, out_features)
 
 
+def speed_reasons(
+    in_features: int,
+    out_features: int,
+    tokens: float | None = None,
+    card: Card = H200,
+    method: Method = METHODS["delayed"],
+) -> list[str]:
+    """Why FP8 would slow a Linear of K and N down, by the model of the card; for many tokens if None is given."""
+    for name, extent in (("in_features", in_features), ("out_features", out_features)):
+        if extent % 16:
+            return [f"{name} = {extent} is no multiple of 16: each call would pad"]
+    gain = expected_gain(in_features, out_features, tokens, card, method)
+    if gain <= 1:
+        return [f"FP8 would slow it down: expected {gain:.2f}x of bf16's speed (filter='all' overrides)"]
+    return []
+
+
 def _speed_reasons(module: nn.Module, in_features: int, out_features: int) -> list[str]:
     """Why FP8 would slow a layer down here. Where FP8 is emulated it is no matter of speed, and none applies."""
     if device_reasons(module.weight.device):  # type: ignore[arg-type]
         return []
-    for name, extent in (("in_features", in_features), ("out_features", out_features)):
-        if extent % 16:
-            return [f"{name} = {extent} is no multiple of 16: each call would pad"]
-    gain = expected_gain(in_features, out_features)
-    if gain <= 1:
-        return [f"FP8 would slow it down: expected {gain:.2f}x of bf16's speed (filter='all' overrides)"]
-    return []
+    return speed_reasons(in_features, out_features)
 
 
 def _patterns(patterns: str | Iterable[str] | None, name: str) -> list[str]:

@@ -1,0 +1,217 @@
+"""The model of the card against what was measured, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from octavo.conversion.card import (
+    CARDS,
+    H100,
+    H200,
+    MEASURED_CEILINGS,
+    MEASURED_LINEARS,
+    MEASURED_PRODUCTS,
+    Card,
+    Pass,
+    Products,
+    pass_seconds,
+    product_seconds,
+)
+from octavo.conversion.gain import (
+    METHODS,
+    Method,
+    bf16_seconds,
+    expected_gain,
+    fp8_seconds,
+    method_of,
+    smallest_square,
+    smallest_tokens,
+)
+from octavo.conversion.selection import speed_reasons
+from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling, StaticScaling
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+# The largest error of the fit over all its points is 3.9 %.
+BAND = 0.04
+# A cast of 0.77 of copy: the kernel around which the third column was measured.
+FIRST_KERNEL = Method("first kernel", "tensor", (Pass(4, 0.77),))
+
+Shape = tuple[int, int, int]
+
+
+@pytest.mark.parametrize(("shape", "bf16_ms", "products_ms", "casts_ms"), MEASURED_LINEARS)
+def test_the_model_meets_every_measured_linear(
+    shape: Shape, bf16_ms: float, products_ms: float, casts_ms: float
+) -> None:
+    m, k, n = shape
+    three = sum(product_seconds("tensor", *one) for one in ((m, k, n), (m, n, k), (n, m, k)))
+    assert bf16_seconds(m, k, n) * 1e3 == pytest.approx(bf16_ms, rel=BAND)
+    assert three * 1e3 == pytest.approx(products_ms, rel=BAND)
+    assert fp8_seconds(FIRST_KERNEL, m, k, n) * 1e3 == pytest.approx(casts_ms, rel=BAND)
+
+
+@pytest.mark.parametrize(("shape", "bf16", "fp8"), MEASURED_PRODUCTS)
+def test_the_model_meets_every_measured_product(shape: Shape, bf16: float, fp8: float) -> None:
+    m, k, n = shape
+    teraflop = 2 * m * k * n / 1e12
+    assert teraflop / product_seconds("bf16", m, k, n) == pytest.approx(bf16, rel=BAND)
+    assert teraflop / product_seconds("tensor", m, k, n) == pytest.approx(fp8, rel=BAND)
+
+
+@pytest.mark.parametrize("products", MEASURED_CEILINGS)
+def test_large_products_reach_the_measured_rates(products: Products) -> None:
+    low, high = MEASURED_CEILINGS[products]
+    for m, k, n in ((8192, 8192, 8192), (16384, 4096, 14336)):
+        reached = 2 * m * k * n / product_seconds(products, m, k, n) / 1e12
+        # 1.5 %: row-wise, whose range comes from a run with higher clocks than the Linears', is missed by 1.4 %.
+        assert low * 0.985 <= reached <= high
+
+
+# Sums of kernel times on a cooler card, casts of another library: ms.
+PEER = {
+    "delayed": (0.172, 0.123, 0.366, 0.431, 4.49, 5.32),
+    "current": (0.194, 0.134, 0.401, 0.427, 4.75, 5.50),
+}
+
+
+@pytest.mark.parametrize("name", PEER)
+def test_another_library_lies_near(name: str) -> None:
+    """From -13 %, where its casts are slower on small shapes, to +10 %, where its card was cooler. Nothing is fitted."""
+    for (shape, *_), measured in zip(MEASURED_LINEARS, PEER[name], strict=True):
+        assert fp8_seconds(METHODS[name], *shape) * 1e3 == pytest.approx(measured, rel=0.13)
+
+
+def test_another_librarys_large_blocks_lie_near() -> None:
+    """Within 3 %. Its small ones, with other casts, are up to a third slower than Octavo's are modelled."""
+    for shape, measured in (((4096, 4096, 4096), 0.470), ((16384, 4096, 14336), 5.63), ((16384, 8192, 8192), 6.36)):
+        assert fp8_seconds(METHODS["block"], *shape) * 1e3 == pytest.approx(measured, rel=0.03)
+
+
+def test_the_model_meets_bf16_of_another_run() -> None:
+    """Within 16 %: for 4096^3 that run and the one the model was fitted to differ by 12 % themselves."""
+    rows = [json.loads(line) for line in (RESULTS / "2026-11-29-h200-linear.jsonl").read_text().splitlines()]
+    timed = [row for row in rows if row["check"] == "linear time"]
+    assert len(timed) == 4
+    for row in timed:
+        assert bf16_seconds(*row["shape"]) * 1e3 == pytest.approx(row["bf16_gpu_ms"], rel=0.16)
+
+
+# A share of copying the same matrix, as measured: of 16384 x 8192, of 8192 x 1280; bytes an element.
+CASTS = [("delayed", 4, (0.91, 0.93), 0.95), ("current", 6, (0.93, 0.95), None), ("rowwise", 6, (0.73, 0.80), None)]
+
+
+@pytest.mark.parametrize(("name", "size", "large", "small"), CASTS)
+def test_casts_run_at_their_measured_share_of_copying(
+    name: str, size: int, large: tuple[float, float], small: float | None
+) -> None:
+    def share(elements: float) -> float:
+        copying = pass_seconds(elements, Pass(size, 1.0))
+        return copying / sum(pass_seconds(elements, walk) for walk in METHODS[name].casts)
+
+    # 1 %: an overhead of 1.5 us a pass, of 130 to 190 us.
+    assert large[0] * 0.99 <= share(16384 * 8192) <= large[1]
+    if small is not None:
+        assert share(8192 * 1280) == pytest.approx(small, rel=0.03)
+
+
+def test_a_float32_weight_is_read_in_four_bytes() -> None:
+    shape = (8192, 4096, 4096)
+    narrow, wide = (fp8_seconds(METHODS["delayed"], *shape, float32_weight=wide) for wide in (False, True))
+    elements = 4096 * 4096
+    # 6 bytes at 0.99 for 4 at 0.92; and a gradient of 4 bytes rather than 2, which is hidden behind computing but for
+    # the root of squares.
+    casts = elements / H200.copy * (6 / 0.99 - 4 / 0.92)
+    assert casts < wide - narrow < casts + elements * 2 / H200.copy
+    # BF16 pays for the cast as well, and for its gradient's.
+    assert bf16_seconds(*shape, float32_weight=True) - bf16_seconds(*shape) == pytest.approx(
+        2 * (1.5e-6 + 6 * elements / H200.copy)
+    )
+
+
+def test_a_bias_costs_bf16_a_read_of_dy_and_fp8_a_slower_cast() -> None:
+    shape = (8192, 1280, 5120)
+    elements = 8192 * 5120 / H200.copy
+    bf16 = bf16_seconds(*shape, bias=True) - bf16_seconds(*shape)
+    fp8 = fp8_seconds(METHODS["delayed"], *shape, bias=True) - fp8_seconds(METHODS["delayed"], *shape)
+    assert bf16 == pytest.approx(1.5e-6 + 2 * elements)
+    assert fp8 == pytest.approx(4 * elements * (1 / 0.81 - 1 / 0.92))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        (DelayedScaling(), "delayed"),
+        (CurrentScaling(), "current"),
+        (RowwiseScaling(), "rowwise"),
+        (BlockScaling(), "block"),
+        (StaticScaling(input_scale=1.0, weight_scale=1.0, grad_output_scale=1.0), "delayed"),
+    ],
+)
+def test_a_recipe_costs_what_its_specs_cost(recipe: Recipe, name: str) -> None:
+    assert method_of(recipe) == METHODS[name]
+
+
+def test_products_that_stay_in_bf16_are_charged_so() -> None:
+    shape = (8192, 4096, 4096)
+    all_fp8 = fp8_seconds(method_of(RowwiseScaling()), *shape)
+    wgrad = fp8_seconds(method_of(RowwiseScaling(high_precision_wgrad=True)), *shape)
+    forward = fp8_seconds(method_of(RowwiseScaling(backward="high_precision")), *shape)
+    m, k, n = shape
+    assert wgrad - all_fp8 == pytest.approx(product_seconds("bf16", n, m, k) - product_seconds("row", n, m, k))
+    # Neither gradient product in FP8, and dy is not cast at all.
+    saved = sum(pass_seconds(m * n, walk) for walk in METHODS["rowwise"].casts)
+    dgrad = product_seconds("bf16", m, n, k) - product_seconds("row", m, n, k)
+    assert forward - wgrad == pytest.approx(dgrad - saved)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_gain_grows_with_tokens_and_the_smallest_size_is_where_it_passes_one(name: str) -> None:
+    method = METHODS[name]
+    for k, n in ((1280, 5120), (4096, 4096), (768, 3072)):
+        gains = [expected_gain(k, n, 2.0**power, method=method) for power in range(23)]
+        assert gains == sorted(gains)
+        least = smallest_tokens(k, n, method=method)
+        if least is None:
+            assert gains[-1] <= 1
+        else:
+            assert expected_gain(k, n, least - 1, method=method) <= 1 < expected_gain(k, n, least, method=method)
+    side = smallest_square(method=method)
+    assert side is not None
+    below, above = (expected_gain(one, one, one, method=method) for one in (side - 1, side))
+    assert below <= 1 < above
+
+
+def test_narrow_layers_never_gain() -> None:
+    assert smallest_tokens(64, 64) is None
+    assert smallest_square(Card("slow units", 1e15, 0.9e15, 4e12)) is None
+
+
+def test_the_order_of_recipes_is_that_of_their_casts() -> None:
+    gains = [expected_gain(4096, 4096, 8192, method=METHODS[name]) for name in ("delayed", "current", "rowwise")]
+    assert gains == sorted(gains, reverse=True)
+
+
+def test_speed_reasons_name_one_rule() -> None:
+    assert speed_reasons(767, 3072) == ["in_features = 767 is no multiple of 16: each call would pad"]
+    assert speed_reasons(4096, 4096) == []
+    [reason] = speed_reasons(4096, 4096, tokens=64)
+    assert reason == "FP8 would slow it down: expected 0.61x of bf16's speed (filter='all' overrides)"
+    assert speed_reasons(704, 704) == []
+    assert speed_reasons(704, 704, method=METHODS["rowwise"]) != []
+
+
+def test_a_card_without_its_own_rates_has_the_h200s_shares() -> None:
+    card = Card("other", 1e15, 2e15, 4e12)
+    assert card.rate("row") / card.rate("tensor") == pytest.approx(1333 / 1300)
+    assert card.rate("block") / card.rate("tensor") == pytest.approx(1105 / 1300)
+    assert Card("other", 1e15, 2e15, 4e12, fp8_row=3e15).rate("row") == 3e15
+
+
+def test_cards_say_whether_they_were_measured() -> None:
+    assert CARDS == {"h200": H200, "h100": H100}
+    assert H200.source.startswith("measured")
+    assert H100.source.startswith("not measured")
+    assert H100.copy < H200.copy

@@ -229,3 +229,5 @@ def forget_variants(module: ModuleType) -> None:
     for value in vars(module).values():
         if isinstance(value, Launcher):
             value._variants.clear()
+        elif hasattr(value, "cache_clear"):
+            value.cache_clear()

@@ -1,7 +1,7 @@
-"""Layers that always run on one input: their inputs share one state of delayed scaling, so that they are quantized once.
+"""Layers that always run on one input: their inputs share one state of delayed scaling, and are quantized once.
 
-Known by their names in the models of `transformers` and `diffusers`: query, key and value of self-attention, gate and up
-of a gated MLP. (With other scalings there is no state, and `octavo.functional.shared_input` needs no names.) In
+Known by their names in the models of `transformers` and `diffusers`: query, key and value of self-attention, gate and
+up of a gated MLP. (With other scalings there is no state, and `octavo.functional.shared_input` needs no names.) In
 cross-attention query and key run on different inputs, so nothing is shared there.
 """
 

@@ -50,7 +50,7 @@ def cast_transpose_inductor(
     """`octavo.kernels.cast_transpose.cast_transpose`; an empty tensor for what is not wanted. The sums are partial."""
     x = x if x.stride(1) == 1 else x.contiguous()
     rule = None if epsilon is None else ScaleRule(epsilon, power_of_two)
-    outputs, programs, tensors, numbers, constants = cast_kernels.prepare(
+    outputs, programs, _, tensors, numbers, constants = cast_kernels.prepare(
         x, format_named(format), rowwise, rowwise if shared else columnwise, rule, gathered, inf_to_nan, column_sum,
         traced=True,
     )  # fmt: skip

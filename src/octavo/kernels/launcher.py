@@ -20,6 +20,20 @@ def specialization(*numbers: int) -> tuple[int, ...]:
     return tuple((n % 16 == 0) + 2 * (n == 1) + 4 * (n >> 31 > 0) for n in numbers)
 
 
+class Key(tuple[Any, ...]):
+    """A part of a key that is made once and looked up often: it knows its hash."""
+
+    def __new__(cls, parts: tuple[Any, ...] = ()) -> Key:
+        """Of its parts."""
+        key = super().__new__(cls, parts)
+        key._hash = tuple.__hash__(key)  # type: ignore[attr-defined]
+        return key
+
+    def __hash__(self) -> int:
+        known: int = self._hash  # type: ignore[attr-defined]
+        return known
+
+
 class Launcher:
     """A kernel and its compiled variants by key.
 
@@ -50,7 +64,7 @@ class Launcher:
         """
         device = tensors[0].device
         index = device.index
-        if index is not None and index != torch.cuda.current_device():
+        if device.type == "cuda" and index != torch.cuda.current_device():
             with torch.cuda.device(index):
                 self(programs, key, tensors, numbers, constants, warps)
             return

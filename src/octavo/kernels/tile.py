@@ -14,11 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.formats import E4M3, E5M2
-from octavo.kernels.cast_transpose.triton_kernel import _largest_finite, _pairs_of_codes, _scaled
+from octavo.kernels.codes import largest_finite, pairs_of_codes, scaled
 from octavo.kernels.launcher import specialization
 
-CODE_DTYPES = {E4M3.name: tl.float8e4nv, E5M2.name: tl.float8e5}
 # What values are rounded through before they are cast; float32 rounds nothing.
 THROUGH_DTYPES = {
     None: tl.float32,
@@ -69,7 +67,7 @@ def largest_of(values_0, values_1):
     magnitude_0, magnitude_1 = tl.abs(values_0), tl.abs(values_1)
     largest = tl.max(tl.max(tl.maximum(magnitude_0, magnitude_1), axis=1), axis=0)
     if not (largest < float("inf")):
-        largest = tl.maximum(_largest_finite(magnitude_0), _largest_finite(magnitude_1))
+        largest = tl.maximum(largest_finite(magnitude_0), largest_finite(magnitude_1))
     return largest
 
 
@@ -97,8 +95,8 @@ def store_codes(
 
     codes [padded rows, padded columns], codes_t its transpose; `rows` are those of the matrix.
     """
-    scaled_0 = _scaled(values_0, multiplier, inside_0, INF_TO_NAN)
-    scaled_1 = _scaled(values_1, multiplier, inside_1, INF_TO_NAN)
+    scaled_0 = scaled(values_0, multiplier, inside_0, INF_TO_NAN)
+    scaled_1 = scaled(values_1, multiplier, inside_1, INF_TO_NAN)
     if HAS_CODES:
         padded_rows = (rows + 15) // 16 * 16
         within = (column < end)[None, :] & (2 * pair < padded_rows)[:, None]
@@ -106,7 +104,7 @@ def store_codes(
         tl.store(target, scaled_0.to(CODE), mask=within)
         tl.store(target + padded_columns, scaled_1.to(CODE), mask=within)
     if HAS_CODES_T:
-        words = _pairs_of_codes(scaled_1, scaled_0, CODE, INTERPRETED)
+        words = pairs_of_codes(scaled_1, scaled_0, CODE, INTERPRETED)
         # The extent of codes_t in words; divisions and masks as the compiler needs them to store 16 bytes at once.
         width_t = (rows + 15) // 16 * 8
         target_t = codes_t.to(tl.pointer_type(tl.uint16)) + column[:, None] * width_t + pair[None, :]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
+
 from octavo.recipes import Recipe
 from octavo.runtime.autocast import (
     calibrated_recipe,

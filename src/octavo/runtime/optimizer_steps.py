@@ -9,7 +9,6 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-
 # After this many optimizer steps without an update the scales of delayed scaling are no longer of this training.
 STALE_STEPS = 2
 

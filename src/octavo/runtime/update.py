@@ -8,7 +8,7 @@ all-reduce MAX over one tensor that holds them all.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn

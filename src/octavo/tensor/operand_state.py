@@ -96,7 +96,7 @@ class OperandState:
         """Be cast to a format of this largest value from now on; the scale goes on providing for the amaxes so far."""
         before, self.format_max = self.format_max, format_max
         if before not in (None, format_max):
-            factor = before / format_max  # type: ignore[operator]
+            factor = before / format_max
             self._set_scale(self.scale * torch.where(self.history.amax() > 0, factor, 1.0))
 
     def has_gathered_by_now(self) -> bool:

@@ -25,8 +25,8 @@ MEASURED = ScaleRule()
 class Operand(NamedTuple):
     """A matrix [M, K] as codes in one or both layouts, each K-major and padded to multiples of 16, with its scale.
 
-    codes [M', K'] with scale [] or [M', 1]; codes_t [K', M'] with scale_t [] or [K', 1]; column_sum [K], the float32 sums
-    over the rows.
+    codes [M', K'] with scale [] or [M', 1]; codes_t [K', M'] with scale_t [] or [K', 1]; column_sum [K], the float32
+    sums over the rows.
     """
 
     codes: Tensor | None
@@ -153,12 +153,10 @@ class DelayedQuantizer:
         """Codes of x [M, K] under the state's scale; its amax is gathered."""
         measured = self.from_data and self.fixed is None
         scale = self.state.scale if self.fixed is None else self.fixed
-        if not torch.compiler.is_compiling():
-            if operand_state.is_captured(x):
-                self._note_capture(measured)
-            elif self.state.captured and self.fixed is None:
-                # An update will write to it, and a backward may want it after that.
-                scale = scale.clone()
+        traced = torch.compiler.is_compiling()
+        if self.state.captured and self.fixed is None and not traced and not operand_state.is_captured(x):
+            # An update will write to it, and a backward may want it after that.
+            scale = scale.clone()
         source = partial_amax(x) if measured else scale
         operand = Operand(
             *cast_transpose(
@@ -172,8 +170,12 @@ class DelayedQuantizer:
                 column_sum=column_sum,
             )
         )
+        given_out = operand.scale if rowwise else operand.scale_t
+        # A cast into a CUDA graph gives out a scale of its own; whether this was one is asked only then.
+        if given_out is not source and not traced and operand_state.is_captured(x):
+            self._note_capture(measured)
         if self.used is not None:
-            self.used.scale = operand.scale if rowwise else operand.scale_t
+            self.used.scale = given_out
         return operand
 
     def _note_capture(self, measured: bool) -> None:

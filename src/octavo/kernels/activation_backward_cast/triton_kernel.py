@@ -19,10 +19,10 @@ from octavo.formats import Format
 from octavo.kernels.activation_cast.triton_functions import activated_and_gradient
 from octavo.kernels.activations import GATED, base_of
 from octavo.kernels.amax.triton_kernel import finite_magnitude
+from octavo.kernels.codes import CODE_DTYPES
 from octavo.kernels.launcher import Launcher
 from octavo.kernels.layout import padded
 from octavo.kernels.tile import (
-    CODE_DTYPES,
     INTERPRETED,
     THROUGH_DTYPES,
     key_of,

@@ -11,7 +11,7 @@ its value, the others lie within these distances of the exact function (products
 
     s            (12 + 4 |z|) u s       z is rounded thrice, and what that makes of e^-z is relative |z|
     f = x s      (13 + 4 |z|) u |f|
-    f'           (24 + 8 |z|) u (s + |x z'| s (1 - s)) + 6 u |x z'|        the last from 1 - s, and not where z > 18
+    f'           (26 + 8 |z|) u (s + |x z'| s (1 - s)) + 6 u s |x z'|      the last from 1 - s, and not where z > 18
     Phi          6 u,   f = x Phi  7 u |x|,   f'  8 u + 6 u |x|            without |x| where |x| > 14
 
 and what is flushed: 2^-125 (1 + |x z'|).

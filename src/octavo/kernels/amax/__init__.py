@@ -47,7 +47,7 @@ def partial_amax(x: Tensor) -> Tensor:
 
 
 def amax_by_row_and_column(x: Tensor, row: bool = True, column: bool = True) -> tuple[Tensor | None, Tensor | None]:
-    """(amax of each row [M, 1], amax of each column [1, K]) of a matrix x [M, K] in one read; None for one not wanted."""
+    """(amax of each row [M, 1], of each column [1, K]) of a matrix x [M, K] in one read; None for one not wanted."""
     if torch.compiler.is_compiling():
         return _compiled_by_row_and_column(x, row, column)
     return _launch_by_row_and_column(x, row, column)
@@ -85,9 +85,10 @@ def _compiled_partial(x: Tensor) -> Tensor:
     if x.is_cuda and runs_compiled(x.device.index):
         from octavo.kernels.compiled import partial_amax_inductor
 
-        result: Tensor = partial_amax_inductor(x)
-        return result
-    result = _partial_operator(x)
+        operator = partial_amax_inductor
+    else:
+        operator = _partial_operator
+    result: Tensor = operator(x)
     return result
 
 

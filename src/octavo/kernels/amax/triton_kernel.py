@@ -23,8 +23,8 @@ WARPS = 16
 _NARROW = 64
 # At most so many programs, two for each multiprocessor of an H200; a power of two, as cast_transpose reads them.
 _MOST_PARTIALS = 256
-# By row and column: extents of a block, 256 bytes of a row of bf16, and how many a program takes one below the other, so
-# that it meets others in few atomics; of a small matrix fewer, to fill the card.
+# By row and column: extents of a block, 256 bytes of a row of bf16, and how many a program takes one below the other,
+# so that it meets others in few atomics; of a small matrix fewer, to fill the card.
 _BLOCK_ROWS = 32
 _BLOCK_COLUMNS = 128
 _BLOCKS = 4
@@ -133,7 +133,7 @@ def amax_by_row_and_column_triton(x: Tensor, row: bool, column: bool) -> tuple[T
     return by_row, by_column
 
 
-def prepare_partial(x: Tensor):
+def prepare_partial(x: Tensor) -> tuple[Tensor, tuple[int, int, int], tuple[int, int, int]]:
     """(out [P], numbers, constants) of a launch for an x whose rows are contiguous."""
     rows, columns = x.shape
     # The widest block that fits into the columns without a rest; if that is narrow, with one.

@@ -23,7 +23,7 @@ from torch import Tensor
 from octavo.formats import Format
 from octavo.kernels.block_cast.layout import scale_shape, whole_blocks
 from octavo.kernels.cast_transpose.rule import ScaleRule
-from octavo.kernels.cast_transpose.triton_kernel import _CODE_DTYPES, _pairs_of_codes
+from octavo.kernels.codes import CODE_DTYPES, pairs_of_codes
 from octavo.kernels.launcher import Launcher, specialization
 from octavo.kernels.layout import padded
 from octavo.scaling import BLOCK_128X128, Granularity
@@ -185,7 +185,7 @@ def block_cast_kernel(
         if RELOAD:
             values_0 = _load(source_0, inside_0, INF_TO_NAN)
             values_1 = _load(source_1, inside_1, INF_TO_NAN)
-        words = _pairs_of_codes(values_1 * m_t, values_0 * m_t, CODE, INTERPRETED)
+        words = pairs_of_codes(values_1 * m_t, values_0 * m_t, CODE, INTERPRETED)
         target_t = codes_t.to(tl.pointer_type(tl.uint16)) + column[:, None] * (tall * 64) + pair[None, :]
         tl.store(target_t, tl.trans(words), mask=(column < padded_columns)[:, None])
 
@@ -244,7 +244,7 @@ def prepare(
             rule.power_of_two,
             inf_to_nan,
             column_sum,
-            _CODE_DTYPES[format.name],
+            CODE_DTYPES[format.name],
             _INTERPRETED,
             format.max,
             SMALLEST_MULTIPLIER,

@@ -9,8 +9,8 @@ class ScaleRule(NamedTuple):
     """multiplier = M / max(amax, epsilon), see `octavo.scaling.rules`.
 
     Attributes:
-        epsilon_text: epsilon as `float.hex` gives it. (Of a number, torch.compile(dynamic=True) makes a symbol, which it
-            then cannot take into the backward.)
+        epsilon_text: epsilon as `float.hex` gives it. (Of a number, torch.compile(dynamic=True) makes a symbol, which
+            it then cannot take into the backward.)
         power_of_two: the multiplier is rounded down to a power of two.
     """
 

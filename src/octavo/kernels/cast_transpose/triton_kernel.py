@@ -2,9 +2,9 @@
 
     code = convert(fp32(x) * m)     one multiplication rounded to nearest; the instruction saturates and keeps NaN
 
-Rows are taken in pairs: the codes of two neighbours in a column are one 16-bit word, so that what passes through shared
-memory to the other layout is a matrix of words and not of single bytes. (With bytes the kernel ran at 87 % of copy, with
-words at 91 %: `benchmarks/LOG.md`.)
+Rows are taken in pairs: the codes of two neighbours in a column are one 16-bit word, so that what passes through
+shared memory to the other layout is a matrix of words and not of single bytes. (With bytes the kernel ran at 87 % of
+copy, with words at 91 %: `benchmarks/LOG.md`.)
 
 With a rule, programs run from the last block to the first: the pass that measured the amax has left the end of x in
 the L2 cache.
@@ -15,6 +15,7 @@ What pads the extents to multiples of 16 is written by the blocks at the edge.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -22,109 +23,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.formats import E4M3, E5M2, Format
+from octavo.formats import Format, format_named
 from octavo.kernels.cast_transpose.rule import ScaleRule
-from octavo.kernels.launcher import Launcher, specialization
+from octavo.kernels.codes import CODE_DTYPES, INTERPRETED, largest_finite, multiplier_and_scale, pairs_of_codes, scaled
+from octavo.kernels.launcher import Key, Launcher, specialization
 from octavo.kernels.layout import padded
 from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
 
-# Rows and columns of a block (64 columns are 128 bytes of bf16, 64 of codes): of a small matrix, which has too few large
-# blocks to fill the card; of one with so many elements or more; and of such a one with a scale a row or a column, of which
-# a wide block loads fewer. As measured on an H200.
+# Rows and columns of a block (64 columns are 128 bytes of bf16, 64 of codes): of a small matrix, which has too few
+# large blocks to fill the card; of one with so many elements or more; and of such a one with a scale a row or a column,
+# of which a wide block loads fewer. As measured on an H200.
 _BLOCK = (64, 64)
 _BLOCK_LARGE = (128, 64)
 _BLOCK_OF_VECTORS = (64, 128)
 _LARGE = 1 << 25
 WARPS = 4
-
-_CODE_DTYPES = {E4M3.name: tl.float8e4nv, E5M2.name: tl.float8e5}
-
-
-@triton.jit
-def _multiplier(
-    source,
-    index,
-    extent,
-    VECTOR: tl.constexpr,
-    FROM_AMAX: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    EPSILON: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    FORMAT_MAX: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    LARGEST: tl.constexpr,
-):
-    """(multiplier, scale) of `index`, or one for all unless VECTOR: given the scale, or the amax and
-    the rule of `octavo.scaling.rules`.
-
-    Divisions round to nearest: Triton's `/` is an approximation, off by up to 2 ulp. Every choice is a comparison that
-    NaN fails, so that NaN passes through, as in the reference.
-    """
-    if VECTOR:
-        given = tl.load(source + index, mask=index < extent, other=1.0)
-    elif PARTIALS > 1:
-        given = tl.max(tl.load(source + tl.arange(0, PARTIALS)), axis=0)
-    else:
-        given = tl.load(source)
-    if FROM_AMAX:
-        raised = tl.where(given < EPSILON, EPSILON, given)
-        m = tl.div_rn(tl.full(raised.shape, FORMAT_MAX, tl.float32), raised)
-        m = tl.where(raised == 0.0, 1.0, m)
-        m = tl.where(m < SMALLEST, SMALLEST, m)
-        m = tl.where(m > LARGEST, LARGEST, m)
-        if POWER_OF_TWO:
-            # Without its fraction, a normal float32 is the power of two below.
-            m = (m.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
-        scale = tl.div_rn(tl.full(m.shape, 1.0, tl.float32), m)
-    else:
-        scale = given
-        m = tl.div_rn(tl.full(given.shape, 1.0, tl.float32), given)
-    return m, scale
-
-
-@triton.jit
-def _scaled(values, multiplier, inside, INF_TO_NAN: tl.constexpr):
-    """values * multiplier, float32, rounded once; 0 outside of the matrix, even if the multiplier is not a number."""
-    product = values * multiplier
-    if INF_TO_NAN:
-        # inf - inf is NaN; 0 taken from anything changes nothing, the sign of a zero included.
-        product = product - (values - values)
-    return tl.where(inside, product, 0.0)
-
-
-@triton.jit
-def _pairs_of_codes(upper, lower, CODE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Codes of two float32 matrices as one of 16-bit words, each with that of `lower` in its low byte.
-
-    The conversion writes pairs, and is asked for just these. (Made of single codes by shifts, the words came out wrong on
-    sm_90 in some variants, though the PTX was right: Triton 3.6's ptxas. `check_kernels.py` looks at all of them.)
-    """
-    if INTERPRETED:
-        low = lower.to(CODE).to(tl.uint8, bitcast=True).to(tl.uint16)
-        words = low | (upper.to(CODE).to(tl.uint8, bitcast=True).to(tl.uint16) << 8)
-    elif CODE == tl.float8e4nv:
-        words = tl.inline_asm_elementwise(
-            """{ .reg .b16 first, second;
-            cvt.rn.satfinite.e4m3x2.f32 first, $1, $3;
-            cvt.rn.satfinite.e4m3x2.f32 second, $2, $4;
-            mov.b32 $0, {first, second}; }""",
-            "=r,f,f,f,f", [upper, lower], dtype=tl.uint16, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        words = tl.inline_asm_elementwise(
-            """{ .reg .b16 first, second;
-            cvt.rn.satfinite.e5m2x2.f32 first, $1, $3;
-            cvt.rn.satfinite.e5m2x2.f32 second, $2, $4;
-            mov.b32 $0, {first, second}; }""",
-            "=r,f,f,f,f", [upper, lower], dtype=tl.uint16, is_pure=True, pack=2,
-        )  # fmt: skip
-    return words
-
-
-@triton.jit
-def _largest_finite(magnitude):
-    """The largest entry of a matrix of |x|, float32; inf and NaN count as 0."""
-    return tl.max(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), axis=1), axis=0)
 
 
 # What is not in the launcher's key must not make a variant: the number of rows, which is that of the tokens, and where
@@ -198,7 +111,7 @@ def cast_transpose_kernel(
         magnitude = tl.maximum(tl.abs(values_0), tl.abs(values_1))
         largest = tl.max(tl.max(magnitude, axis=1), axis=0)
         if not (largest < float("inf")):
-            largest = tl.maximum(_largest_finite(tl.abs(values_0)), _largest_finite(tl.abs(values_1)))
+            largest = tl.maximum(largest_finite(tl.abs(values_0)), largest_finite(tl.abs(values_1)))
         tl.atomic_max(gathered, largest, sem="relaxed")
     if COLUMN_SUM:
         total = tl.sum(values_0 + values_1, axis=0)
@@ -206,12 +119,12 @@ def cast_transpose_kernel(
     # 4. The codes; padding is zero even if the multiplier is not a number.
     within = (column < padded_columns)[None, :] & (row_0 < padded_rows)[:, None]
     if HAS_CODES:
-        m_0, used_0 = _multiplier(
+        m_0, used_0 = multiplier_and_scale(
             rowwise, row_0, rows, BY_ROW, FROM_AMAX, PARTIALS, EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST
         )
         m_1, used_1 = m_0, used_0
         if BY_ROW:
-            m_1, used_1 = _multiplier(
+            m_1, used_1 = multiplier_and_scale(
                 rowwise, row_1, rows, BY_ROW, FROM_AMAX, PARTIALS, EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST
             )
             if tile_column == 0:
@@ -221,8 +134,8 @@ def cast_transpose_kernel(
         elif STORE_SCALE:
             tl.store(scale, used_0, mask=program == 0)
         scaled_0, scaled_1 = (
-            _scaled(values_0, m_0, inside_0, INF_TO_NAN),
-            _scaled(values_1, m_1, inside_1, INF_TO_NAN),
+            scaled(values_0, m_0, inside_0, INF_TO_NAN),
+            scaled(values_1, m_1, inside_1, INF_TO_NAN),
         )
         target = codes + row_0[:, None] * padded_columns + column[None, :]
         tl.store(target, scaled_0.to(CODE), mask=within)
@@ -230,7 +143,7 @@ def cast_transpose_kernel(
     # 5. The other layout, two codes a word.
     if HAS_CODES_T:
         if not SHARED:
-            m_t, used_t = _multiplier(
+            m_t, used_t = multiplier_and_scale(
                 columnwise, column, columns, BY_COLUMN, FROM_AMAX, PARTIALS_T, EPSILON, POWER_OF_TWO, FORMAT_MAX,
                 SMALLEST, LARGEST,
             )  # fmt: skip
@@ -241,28 +154,111 @@ def cast_transpose_kernel(
             elif STORE_SCALE:
                 tl.store(scale_t, used_t, mask=program == 0)
             scaled_0, scaled_1 = (
-                _scaled(values_0, m_t, inside_0, INF_TO_NAN),
-                _scaled(values_1, m_t, inside_1, INF_TO_NAN),
+                scaled(values_0, m_t, inside_0, INF_TO_NAN),
+                scaled(values_1, m_t, inside_1, INF_TO_NAN),
             )
-        words = _pairs_of_codes(scaled_1, scaled_0, CODE, INTERPRETED)
+        words = pairs_of_codes(scaled_1, scaled_0, CODE, INTERPRETED)
         # The extent of codes_t in words; divisions and masks as the compiler needs them to store 16 bytes at once.
         width_t = (rows + 15) // 16 * 8
         target_t = codes_t.to(tl.pointer_type(tl.uint16)) + column[:, None] * width_t + pair[None, :]
         tl.store(target_t, tl.trans(words), mask=(column < padded_columns)[:, None] & (pair < width_t)[None, :])
 
 
-# Triton's interpreter knows no assembly.
-_INTERPRETED = not isinstance(cast_transpose_kernel, triton.runtime.JITFunction)
+class _Layout(NamedTuple):
+    """What of a launch follows from shapes and flags: the shapes of what it writes, and arguments of the kernel."""
+
+    codes: tuple[int, int]
+    scale: tuple[int, ...] | None
+    codes_t: tuple[int, int]
+    scale_t: tuple[int, ...] | None
+    sums: tuple[int, int]
+    programs: int
+    key: Key
+    numbers: tuple[int, int, int]
+    constants: tuple[Any, ...]
+
+
+class _Flags(NamedTuple):
+    """What a call asks for; of amaxes given for the whole matrix, how many."""
+
+    format: str
+    has_codes: bool
+    has_codes_t: bool
+    shared: bool
+    by_row: bool
+    by_column: bool
+    partials: int
+    partials_t: int
+    rule: ScaleRule | None
+    stores_scale: bool
+    gathers: bool
+    inf_to_nan: bool
+    column_sum: bool
+    traced: bool
 
 
 class _Call(NamedTuple):
-    """A launch: what it writes, how many programs, and the kernel's arguments in three parts."""
+    """A launch: what it writes, how many programs, the key of its variant, and the arguments in three parts."""
 
     outputs: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
     programs: int
+    key: Key
     tensors: tuple[Tensor, ...]
-    numbers: tuple[int, ...]
+    numbers: tuple[int, int, int]
     constants: tuple[Any, ...]
+
+
+def _layout(rows: Any, columns: int, stride_row: int, flags: _Flags) -> _Layout:
+    padded_rows, padded_columns = padded(rows), padded(columns)
+    block_rows, block_columns = _BLOCK
+    # Of a traced number of rows nothing is asked: each answer would be a graph of its own.
+    if not isinstance(rows, int) or rows * columns >= _LARGE:
+        block_rows, block_columns = _BLOCK_OF_VECTORS if flags.by_row or flags.by_column else _BLOCK_LARGE
+    tiles_tall, tiles_wide = -(-padded_rows // block_rows), -(-padded_columns // block_columns)
+    rule = flags.rule
+    # A new scalar Inductor would fill before it is written, a vector it leaves alone.
+    whole = None if not flags.stores_scale else (1,) if flags.traced else ()
+    constants = (
+        flags.has_codes,
+        flags.has_codes_t,
+        flags.shared,
+        flags.by_row,
+        flags.by_column,
+        rule is not None,
+        flags.partials,
+        flags.partials_t,
+        0.0 if rule is None else rule.epsilon,
+        rule is not None and rule.power_of_two,
+        flags.stores_scale,
+        flags.gathers,
+        flags.inf_to_nan,
+        flags.column_sum,
+        CODE_DTYPES[flags.format],
+        INTERPRETED,
+        format_named(flags.format).max,
+        SMALLEST_MULTIPLIER,
+        LARGEST_MULTIPLIER,
+        block_rows,
+        block_columns,
+    )
+    numbers = rows, columns, stride_row
+    # Traced, nothing is launched by a key, nor is anything asked of the numbers.
+    key = Key() if flags.traced else Key((rows >> 31, specialization(columns, stride_row), flags.format, constants))
+    return _Layout(
+        (padded_rows, padded_columns),
+        (padded_rows, 1) if flags.by_row else whole,
+        (padded_columns, padded_rows),
+        (padded_columns, 1) if flags.by_column else whole,
+        (tiles_tall, columns),
+        tiles_tall * tiles_wide,
+        key,
+        numbers,
+        constants,
+    )
+
+
+# A training asks for the same few again and again.
+_kept_layout = functools.lru_cache(maxsize=1024)(_layout)
 
 
 def prepare(
@@ -278,77 +274,63 @@ def prepare(
 ) -> _Call:
     """The launch for an x whose rows are contiguous; its sums [blocks of rows, K] are partial.
 
-    Traced, no output is an input: every scale is new (of a whole matrix [1]: a new scalar Inductor would fill before it
-    is written).
+    Traced, no output is an input: every scale is new, of a whole matrix [1].
     """
     rows, columns = x.shape
-    padded_rows, padded_columns = padded(rows), padded(columns)
     shared = rowwise is columnwise
     by_row = rowwise is not None and rowwise.dim() == 2
     by_column = columnwise is not None and columnwise.dim() == 2
-    codes = scale = codes_t = scale_t = sums = None
+    read, read_t = _readable(rowwise), _readable(columnwise)
     # A given scale is taken as it is, unless it may be written to before its codes are multiplied.
     stores_scale = traced or rule is not None or (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    scalar = (1,) if traced else ()
+    flags = _Flags(
+        format.name,
+        rowwise is not None,
+        columnwise is not None,
+        shared,
+        by_row,
+        by_column,
+        1 if by_row or read is None else read.numel(),
+        1 if by_column or read_t is None else read_t.numel(),
+        rule,
+        stores_scale,
+        gathered is not None,
+        inf_to_nan,
+        column_sum,
+        traced,
+    )
+    layout = (_layout if traced else _kept_layout)(rows, columns, x.stride(0), flags)
+    codes = scale = codes_t = scale_t = sums = None
     if rowwise is not None:
-        codes = x.new_empty((padded_rows, padded_columns), dtype=format.dtype)
-        scale = rowwise
-        if stores_scale or by_row:
-            scale = x.new_empty((padded_rows, 1) if by_row else scalar, dtype=torch.float32)
+        codes = x.new_empty(layout.codes, dtype=format.dtype)
+        scale = rowwise if layout.scale is None else x.new_empty(layout.scale, dtype=torch.float32)
     if columnwise is not None:
-        codes_t = x.new_empty((padded_columns, padded_rows), dtype=format.dtype)
-        scale_t = scale if shared else columnwise
-        if not shared and (stores_scale or by_column):
-            scale_t = x.new_empty((padded_columns, 1) if by_column else scalar, dtype=torch.float32)
-    # Of a traced number of rows nothing is asked: each answer would be a graph of its own.
-    large = not isinstance(rows, int) or rows * columns >= _LARGE
-    block_rows, block_columns = _BLOCK
-    if large:
-        block_rows, block_columns = _BLOCK_OF_VECTORS if by_row or by_column else _BLOCK_LARGE
-    tiles_tall, tiles_wide = -(-padded_rows // block_rows), -(-padded_columns // block_columns)
+        codes_t = x.new_empty(layout.codes_t, dtype=format.dtype)
+        if shared:
+            scale_t = scale
+        else:
+            scale_t = columnwise if layout.scale_t is None else x.new_empty(layout.scale_t, dtype=torch.float32)
     if column_sum:
-        sums = x.new_empty((tiles_tall, columns), dtype=torch.float32)
-    rowwise, columnwise = _readable(rowwise), _readable(columnwise)
+        sums = x.new_empty(layout.sums, dtype=torch.float32)
     # A pointer that the flags leave unused may be any; x itself would be materialised once more by the compiler.
     unused = codes if codes is not None else codes_t if codes_t is not None else x if gathered is None else gathered
     return _Call(
         (codes, scale, codes_t, scale_t, sums),
-        tiles_tall * tiles_wide,
+        layout.programs,
+        layout.key,
         (
             x,
             unused if codes is None else codes,
             unused if codes_t is None else codes_t,
-            unused if rowwise is None else rowwise,
-            unused if columnwise is None else columnwise,
+            unused if read is None else read,
+            unused if read_t is None else read_t,
             unused if scale is None else scale,
             unused if scale_t is None else scale_t,
             unused if gathered is None else gathered,
             unused if sums is None else sums,
         ),
-        (rows, columns, x.stride(0)),
-        (
-            codes is not None,
-            codes_t is not None,
-            shared,
-            by_row,
-            by_column,
-            rule is not None,
-            1 if by_row or rowwise is None else rowwise.numel(),
-            1 if by_column or columnwise is None else columnwise.numel(),
-            0.0 if rule is None else rule.epsilon,
-            rule is not None and rule.power_of_two,
-            stores_scale,
-            gathered is not None,
-            inf_to_nan,
-            column_sum,
-            _CODE_DTYPES[format.name],
-            _INTERPRETED,
-            format.max,
-            SMALLEST_MULTIPLIER,
-            LARGEST_MULTIPLIER,
-            block_rows,
-            block_columns,
-        ),
+        layout.numbers,
+        layout.constants,
     )
 
 
@@ -389,10 +371,9 @@ def cast_transpose_triton(
             )
             return codes, scale, codes_t, scale_t, x.sum(0, dtype=torch.float32) if column_sum else None
         x = x.contiguous()
-    outputs, programs, tensors, numbers, constants = prepare(
+    outputs, programs, key, tensors, numbers, constants = prepare(
         x, format, rowwise, columnwise, rule, gathered, inf_to_nan, column_sum
     )
     codes, scale, codes_t, scale_t, sums = outputs
-    key = (x.dtype, x.data_ptr() % 16 == 0, numbers[0] >> 31, specialization(*numbers[1:]), format.name, constants)
-    _launch_kernel(programs, key, tensors, numbers, constants, WARPS)
+    _launch_kernel(programs, (x.dtype, x.data_ptr() % 16 == 0, key), tensors, numbers, constants, WARPS)
     return codes, scale, codes_t, scale_t, None if sums is None else sums.sum(0)

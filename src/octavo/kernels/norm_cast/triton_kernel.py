@@ -23,13 +23,13 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.formats import E4M3, Format
+from octavo.kernels.codes import CODE_DTYPES
 from octavo.kernels.launcher import Launcher
 from octavo.kernels.layout import padded
 from octavo.kernels.norm_cast.norm import Norm
 from octavo.kernels.norm_cast.reference import Result, output_dtype
 from octavo.kernels.norm_cast.triton_functions import largest_finite_of_rows, normalised, parameter, statistics
 from octavo.kernels.tile import (
-    CODE_DTYPES,
     INTERPRETED,
     THROUGH_DTYPES,
     key_of,

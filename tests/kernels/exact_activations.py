@@ -70,7 +70,7 @@ def bounds(x: Tensor, base: str) -> tuple[Tensor, Tensor]:
     size = s if base == "sigmoid" else (x * s).abs()
     if base == "sigmoid":
         reach = torch.ones_like(x)
-    gradient = 2 * relative * (s + reach * s * (1 - s)) + torch.where(z > 18, 0.0, 6 * UNIT * reach)
+    gradient = 2 * relative * (s + reach * s * (1 - s)) + torch.where(z > 18, 0.0, 6 * UNIT * s * reach)
     # torch's 1 + tanh cancels, in float64 as well.
     cancelled = 2.0**-51 if base == "gelu_tanh" else 0.0
     return relative * size + (flushed + cancelled) * (1 + x.abs()), gradient + (flushed + cancelled) * (1 + reach)

@@ -172,6 +172,16 @@ def test_the_twins_function_lies_within_its_bound_at_every_bf16(kernels: Any, ac
 
 @interpreted
 @silent
+def test_what_pads_a_matrix_is_no_part_of_the_amax(kernels: Any) -> None:
+    """sigmoid(0) is 1/2."""
+    x, scale, gathered = torch.full((5, 7), -8.0), torch.tensor(SCALE), torch.zeros(())
+    kernels.activation_cast_triton(x, "sigmoid", E4M3, scale, None, gathered)
+    output, amaxes = kernels.activation_output_triton(x, "sigmoid", torch.float32)
+    assert gathered == output[0, 0] == amaxes.amax() < 0.001
+
+
+@interpreted
+@silent
 def test_the_twin_of_the_output_is_its_reference(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_OUTPUT_BLOCK", 512)
     monkeypatch.setattr(kernels, "_MOST_PARTIALS", 4)

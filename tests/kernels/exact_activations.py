@@ -57,7 +57,7 @@ def bounds(x: Tensor, base: str) -> tuple[Tensor, Tensor]:
     flushed = 2.0**-125
     if base == "gelu_erf":
         near = torch.where(x.abs() > 14, 0.0, x.abs())
-        return 7 * UNIT * x.abs() + flushed * (1 + x.abs()), 8 * UNIT + 6 * UNIT * near + flushed
+        return 11 * UNIT * x.abs() + flushed * (1 + x.abs()), 12 * UNIT + 6 * UNIT * near + flushed
     linear, cubic = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715
     if base == "gelu_tanh":
         z, slope = x * (linear + cubic * x * x), linear + 3 * cubic * x * x

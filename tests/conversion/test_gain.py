@@ -79,7 +79,7 @@ PEER = {
 
 @pytest.mark.parametrize("name", PEER)
 def test_another_library_lies_near(name: str) -> None:
-    """From -13 %, where its casts are slower on small shapes, to +10 %, where its card was cooler. Nothing is fitted."""
+    """From -13 %, where its casts are slower on small shapes, to +10 %, where its card was cooler. Not fitted."""
     for (shape, *_), measured in zip(MEASURED_LINEARS, PEER[name], strict=True):
         assert fp8_seconds(METHODS[name], *shape) * 1e3 == pytest.approx(measured, rel=0.13)
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from octavo.cli.advise import advise
 from octavo.cli.bench import bench
 from octavo.cli.doctor import doctor
 from octavo.cli.study import study
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.command()(study)
 app.command()(bench)
+app.command()(advise)
 app.command()(doctor)
 
 

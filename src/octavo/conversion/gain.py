@@ -158,10 +158,20 @@ def expected_gain(
 
 
 def smallest_tokens(
-    in_features: int, out_features: int, card: Card = H200, method: Method = METHODS["delayed"], *, bias: bool = False
+    in_features: int,
+    out_features: int,
+    card: Card = H200,
+    method: Method = METHODS["delayed"],
+    *,
+    bias: bool = False,
+    float32_weight: bool = False,
 ) -> int | None:
     """The fewest tokens from which on a Linear of K and N gains; None if it never does."""
-    return _first(lambda m: expected_gain(in_features, out_features, m, card, method, bias=bias), MOST_TOKENS)
+
+    def gain(tokens: int) -> float:
+        return expected_gain(in_features, out_features, tokens, card, method, bias=bias, float32_weight=float32_weight)
+
+    return _first(gain, MOST_TOKENS)
 
 
 def smallest_square(card: Card = H200, method: Method = METHODS["delayed"], *, bias: bool = False) -> int | None:

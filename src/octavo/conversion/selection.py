@@ -116,12 +116,15 @@ def speed_reasons(
     tokens: float | None = None,
     card: Card = H200,
     method: Method = METHODS["delayed"],
+    *,
+    bias: bool = False,
+    float32_weight: bool = False,
 ) -> list[str]:
-    """Why FP8 would slow a Linear of K and N down, by the model of the card; for many tokens if None is given."""
+    """Why FP8 would slow a Linear down by the model of the card; arguments as of `expected_gain`."""
     for name, extent in (("in_features", in_features), ("out_features", out_features)):
         if extent % 16:
             return [f"{name} = {extent} is no multiple of 16: each call would pad"]
-    gain = expected_gain(in_features, out_features, tokens, card, method)
+    gain = expected_gain(in_features, out_features, tokens, card, method, bias=bias, float32_weight=float32_weight)
     if gain <= 1:
         return [f"FP8 would slow it down: expected {gain:.2f}x of bf16's speed (filter='all' overrides)"]
     return []

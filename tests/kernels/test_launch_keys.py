@@ -18,6 +18,7 @@ from tests.kernels.variants import Launch, launches_of, specialized
 from octavo.formats import E4M3, E5M2
 from octavo.kernels.amax import triton_kernel as amax_kernels
 from octavo.kernels.cast_transpose import triton_kernel as cast_kernels
+from octavo.kernels.cast_transpose import unsupported_reasons
 
 pytestmark = pytest.mark.skipif(
     not hasattr(cast_kernels.cast_transpose_kernel, "cache_key"), reason="kernels are interpreted in this process"
@@ -153,3 +154,19 @@ def test_a_small_matrix_has_smaller_blocks_than_a_large_one(monkeypatch: pytest.
     for launch, x in zip(launches, (small, large), strict=True):
         tall = -(-x.shape[0] // launch.constants[place])
         assert launch.programs == tall * -(-x.shape[1] // cast_kernels._BLOCK[1])
+
+
+def test_a_row_with_gaps_is_not_made_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One column is what ptxas miscompiles, see `one_column_reasons`."""
+    x = torch.ones(333, 7)[:, :1].t()
+    assert x.shape == (1, 333)
+    assert x.stride() == (1, 7)
+
+    def call() -> None:
+        cast_kernels.cast_transpose_triton(x, E4M3, torch.ones(()), None)
+
+    with monkeypatch.context() as patched:
+        (launch,) = launches_of(patched, cast_kernels, "_launch_kernel", call)
+    assert launch.numbers[:2] == (1, 333)
+    assert "one column" in unsupported_reasons(torch.ones(5, 1), E4M3)[-1]
+    assert not any("one column" in reason for reason in unsupported_reasons(torch.ones(1, 5), E4M3))

@@ -26,7 +26,7 @@ from octavo.kernels.cast_transpose.reference import cast_transpose_reference
 from octavo.kernels.cast_transpose.rule import ScaleRule
 from octavo.kernels.layout import padded
 from octavo.kernels.library import register
-from octavo.kernels.triton_support import device_reasons, runs_compiled, runs_on
+from octavo.kernels.triton_support import device_reasons, one_column_reasons, runs_compiled, runs_on
 
 
 class CastOutput(NamedTuple):
@@ -74,7 +74,7 @@ def cast_transpose(
 
 def unsupported_reasons(x: Tensor, format: Format) -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does."""
-    reasons = device_reasons(x.device)
+    reasons = device_reasons(x.device) + one_column_reasons(x)
     if format not in (E4M3, E5M2):
         reasons.append(f"format {format.name}: NVIDIA's conversion instructions write E4M3 and E5M2")
     return reasons
@@ -103,7 +103,7 @@ def _launch(
     column_sum: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     _check(x, rowwise, columnwise)
-    if x.is_cuda and x.numel() and runs_on(x.device.index, format.name):
+    if x.is_cuda and x.numel() and x.shape[1] != 1 and runs_on(x.device.index, format.name):
         from octavo.kernels.cast_transpose.triton_kernel import cast_transpose_triton
 
         return cast_transpose_triton(x, format, rowwise, columnwise, rule, gathered, inf_to_nan, column_sum)
@@ -123,7 +123,7 @@ def _compiled(
     epsilon, power_of_two = (None, False) if rule is None else rule
     # Tracing makes the same tensor two arguments, so that it is said that they are the same.
     shared = rowwise is columnwise
-    native = x.is_cuda and runs_compiled(x.device.index, format.name)
+    native = x.is_cuda and x.shape[1] != 1 and runs_compiled(x.device.index, format.name)
     arguments = (x, format.name, rowwise, columnwise, epsilon, power_of_two)
     if native:
         outputs = _inductor_operator()(*arguments, gathered, inf_to_nan, column_sum, shared)

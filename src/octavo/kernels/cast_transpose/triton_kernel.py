@@ -360,12 +360,13 @@ def cast_transpose_triton(
     inf_to_nan: bool = False,
     column_sum: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """As `octavo.kernels.cast_transpose.cast_transpose`: E4M3 or E5M2, at least one element, a device of Triton's."""
+    """As `octavo.kernels.cast_transpose.cast_transpose`: E4M3 or E5M2, more than one column, a device of Triton's."""
     if x.dtype == torch.float64:
         x = x.float()
     if x.stride(1) != 1:
-        if x.stride(0) == 1:
-            # Contiguous the other way round: the transposed problem, with the roles of the layouts exchanged.
+        if x.stride(0) == 1 and x.shape[0] != 1:
+            # Contiguous the other way round: the transposed problem, with the roles of the layouts exchanged. (Of one
+            # row it would be a problem of one column, see `one_column_reasons`.)
             codes_t, scale_t, codes, scale, _ = cast_transpose_triton(
                 x.t(), format, _flipped(columnwise), _flipped(rowwise), rule, gathered, inf_to_nan
             )

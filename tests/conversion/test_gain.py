@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+import octavo
 from octavo.conversion.card import (
     CARDS,
     H100,
@@ -215,3 +217,20 @@ def test_cards_say_whether_they_were_measured() -> None:
     assert H200.source.startswith("measured")
     assert H100.source.startswith("not measured")
     assert H100.copy < H200.copy
+
+
+def test_the_default_filter_weighs_each_layers_own_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.conversion.selection.device_reasons", lambda device: [])
+    model = nn.ModuleDict({name: nn.Linear(704, 704, device="meta") for name in ("a", "b")})
+    delayed = octavo.convert(model, DelayedScaling(), dry_run=True)
+    assert [row.name for row in delayed.converted] == ["a", "b"]
+    assert delayed.layers[0].expected_gain == pytest.approx(expected_gain(704, 704))
+    mixed = octavo.convert(model, DelayedScaling(overrides={"b": RowwiseScaling()}), dry_run=True)
+    assert [row.name for row in mixed.converted] == ["a"]
+    gain = expected_gain(704, 704, method=METHODS["rowwise"])
+    assert mixed.skipped[0].reason.startswith(f"FP8 would slow it down: expected {gain:.2f}x of bf16's speed")
+    assert mixed.skipped[0].expected_gain == pytest.approx(gain)
+    model["c"] = nn.Linear(64, 64, device="meta")
+    kept = octavo.convert(model, DelayedScaling(overrides={"b|c": None}), dry_run=True)
+    assert {row.reason for row in kept.skipped} == {"the recipe's overrides keep it in high precision"}
+    assert kept.skipped[0].reason == "the recipe's overrides keep it in high precision"

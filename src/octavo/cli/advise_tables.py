@@ -16,8 +16,8 @@ _SMALLEST = 1 << 20
 def shape_tables(answer: ShapeAdvice) -> RenderableType:
     """One Linear: a row a scaling."""
     table = Table(title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for head in ("recipe", "BF16 us", "FP8 us", "gain", "gains from tokens", "gains from square"):
-        table.add_column(head, justify="left" if head == "recipe" else "right")
+    for name in ("recipe", "BF16 us", "FP8 us", "gain", "gains from tokens", "gains from square"):
+        table.add_column(name, justify="left" if name == "recipe" else "right", no_wrap=name == "recipe")
     for one in answer.methods:
         sizes = (_size(one.smallest_tokens), _size(one.smallest_square))
         table.add_row(one.recipe, f"{answer.bf16_us:.0f}", f"{one.fp8_us:.0f}", _gain(one.gain), *sizes)

@@ -13,7 +13,7 @@ from torch import nn
 
 from octavo.conversion.converted import fp8_class, is_conv1d, original_class
 from octavo.conversion.fast_path import leave_fast_path, restore_fast_path
-from octavo.conversion.gain import expected_gain
+from octavo.conversion.gain import expected_gain, method_of
 from octavo.conversion.report import ConversionReport, LayerReport
 from octavo.conversion.selection import Candidate, LayerFilter, candidates, checked_selection, unmatched_patterns
 from octavo.conversion.siblings import share_inputs
@@ -56,7 +56,7 @@ def convert(
     check_recipe(recipe)
     chosen = recipe or CurrentScaling()
     selection = checked_selection(include, exclude, filter)
-    found = candidates(model, selection)
+    found = candidates(model, selection, chosen)
     rows = [_convert_layer(layer, chosen, dry_run) for layer in found]
     converted = {id(layer.module) for layer, row in zip(found, rows, strict=True) if row.converted}
     remarks = [] if dry_run else leave_fast_path(model, converted) + _shared_inputs(model)
@@ -117,7 +117,7 @@ def _convert_layer(layer: Candidate, recipe: Recipe, dry_run: bool) -> LayerRepo
         converts,
         type(own).__name__ if converts else "",
         reason,
-        expected_gain(layer.in_features, layer.out_features),
+        expected_gain(layer.in_features, layer.out_features, method=method_of(own or recipe)),
     )
 
 

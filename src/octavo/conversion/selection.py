@@ -10,9 +10,10 @@ from torch import nn
 
 from octavo.conversion.card import H200, Card
 from octavo.conversion.converted import is_conv1d
-from octavo.conversion.gain import METHODS, Method, expected_gain
+from octavo.conversion.gain import METHODS, Method, expected_gain, method_of
 from octavo.kernels.scaled_mm import device_reasons
 from octavo.modules import OUT_DTYPES, FP8LinearMixin
+from octavo.recipes import Recipe
 
 LayerFilter = Literal["all"] | Callable[[nn.Module, str], bool] | None
 
@@ -44,8 +45,14 @@ def checked_selection(
     return Selection(_patterns(include, "include"), _patterns(exclude, "exclude"), filter)
 
 
-def candidates(model: nn.Module, selection: Selection) -> list[Candidate]:
-    """All linear layers of a model, each with the reasons that speak against it; a shared layer once."""
+def candidates(model: nn.Module, selection: Selection, recipe: Recipe | None = None) -> list[Candidate]:
+    """All linear layers of a model, each with the reasons that speak against it; a shared layer once.
+
+    Args:
+        model: the model.
+        selection: patterns and filter.
+        recipe: whose casts the default filter weighs, of each layer its own; None weighs those of delayed scaling.
+    """
     never_called = {
         id(module.out_proj): name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)
     }
@@ -55,7 +62,11 @@ def candidates(model: nn.Module, selection: Selection) -> list[Candidate]:
             out_features, in_features = _extents(module)
             reasons = _structure_reasons(module, never_called)
             if not reasons:
-                reasons = _choice_reasons(name, module, in_features, out_features, selection)
+                reasons = _choice_reasons(name, module, selection)
+            if not reasons and selection.filter is None:
+                own = None if recipe is None else recipe.for_layer(name)
+                if recipe is None or own is not None:  # a layer that its override keeps out has that reason
+                    reasons = _speed_reasons(module, in_features, out_features, own)
             found.append(Candidate(name, module, in_features, out_features, reasons))
     return found
 
@@ -94,20 +105,16 @@ def _structure_reasons(module: nn.Module, never_called: dict[int, str]) -> list[
     return []
 
 
-def _choice_reasons(
-    name: str, module: nn.Module, in_features: int, out_features: int, selection: Selection
-) -> list[str]:
+def _choice_reasons(name: str, module: nn.Module, selection: Selection) -> list[str]:
     """Why a layer was not wanted."""
     if selection.include and not any(re.search(pattern, name) for pattern in selection.include):
         return ["no include pattern matches"]
     for pattern in selection.exclude:
         if re.search(pattern, name):
             return [f"excluded by {pattern!r}"]
-    if callable(selection.filter):
-        return [] if selection.filter(module, name) else ["the filter said no"]
-    if selection.filter == "all":
-        return []
-    return _speed_reasons(module, in_features, out_features)
+    if callable(selection.filter) and not selection.filter(module, name):
+        return ["the filter said no"]
+    return []
 
 
 def speed_reasons(
@@ -130,11 +137,12 @@ def speed_reasons(
     return []
 
 
-def _speed_reasons(module: nn.Module, in_features: int, out_features: int) -> list[str]:
+def _speed_reasons(module: nn.Module, in_features: int, out_features: int, recipe: Recipe | None) -> list[str]:
     """Why FP8 would slow a layer down here. Where FP8 is emulated it is no matter of speed, and none applies."""
     if device_reasons(module.weight.device):  # type: ignore[arg-type]
         return []
-    return speed_reasons(in_features, out_features)
+    method = METHODS["delayed"] if recipe is None else method_of(recipe)
+    return speed_reasons(in_features, out_features, method=method)
 
 
 def _patterns(patterns: str | Iterable[str] | None, name: str) -> list[str]:

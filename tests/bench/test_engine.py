@@ -47,7 +47,8 @@ def test_a_run_on_a_cpu_measures_every_section_and_judges_nothing(tmp_path: Path
 
 def test_ratios_and_targets_come_from_the_run_itself(tmp_path: Path) -> None:
     rows = bench(tmp_path, "linear")
-    copy = of_kind(rows, "ceiling", name="copy")[0]["per_s"]  # measured where it is needed, asked for or not
+    # Measured where it is needed, asked for or not; the fastest counts.
+    copy = max(row["per_s"] for row in of_kind(rows, "ceiling", name="copy"))
     measured = {row["rival"]: row for row in of_kind(rows, "linear", status="measured")}
     delayed, current = measured["octavo-delayed"], measured["octavo-current"]
     m, k, n = delayed["shape"]

@@ -33,13 +33,23 @@ def test_ceilings_are_the_largest_rates_of_the_record() -> None:
         {"kind": "ceiling", "name": "bf16", "per_s": 7.0},
         {"kind": "ceiling", "name": "copy", "per_s": 3.0},
         {"kind": "ceiling", "name": "fp8_row", "per_s": None},
-        {"kind": "cast", "name": "copy", "per_s": 99.0},
+        {"kind": "cast", "name": "copy", "per_s": 99.0, "bytes": 1 << 26},  # so small that a cache may hold it
+        {"kind": "cast", "name": "delayed", "per_s": 98.0, "bytes": 1 << 30},
     ]
     found = ceilings_of(rows)
     assert found == Ceilings(copy=3.0, bf16=7.0)
     assert found.of_products("bf16") == 7.0
     assert found.of_products("row") is None
     assert found.card() is None
+
+
+def test_a_faster_copy_beside_a_cast_is_the_ceiling() -> None:
+    rows = [
+        {"kind": "ceiling", "name": "copy", "per_s": 3.0},
+        {"kind": "cast", "name": "copy", "per_s": 4.0, "bytes": 1 << 27},
+        {"kind": "cast", "name": "copy again", "per_s": 4.5, "bytes": 1 << 28},
+    ]
+    assert ceilings_of(rows).copy == 4.5
 
 
 def test_measured_rates_make_a_card() -> None:

@@ -15,6 +15,7 @@ from octavo.bench.cases.ceilings import measure_ceilings
 from octavo.bench.cases.host import measure_host
 from octavo.bench.cases.linear import measure_linears
 from octavo.bench.cases.steps import measure_steps
+from octavo.bench.derived import restated
 from octavo.bench.environment import run_row
 from octavo.bench.record import BenchRecord, Row
 from octavo.bench.session import Session, Watcher, reason_of
@@ -64,6 +65,7 @@ def run_bench(
                 _run_section(session, name)
             finally:
                 session.deadline.end()
+    record.replace(restated(record.rows))
     for row in target_rows(record.rows):
         session.add(row)
     return record.rows

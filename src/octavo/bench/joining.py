@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from octavo.bench.derived import restated
 from octavo.bench.record import Row
 from octavo.bench.targets import target_rows
 from octavo.report.record import read_jsonl
@@ -20,7 +21,8 @@ def joined_records(paths: Sequence[Path]) -> list[Row]:
     """The rows of records of one device, sections of different runs put together.
 
     A section comes from one record as a whole, so that no ratio spans two runs: from the last one that has it. Steps
-    are a section for each model, and so is each kind of ceiling.
+    are a section for each model, and so is each kind of ceiling. What follows from ceilings, shares and targets, is
+    computed anew from those of the row's own record.
 
     Raises:
         ValueError: a file holds no row, or the records are of different devices.
@@ -43,7 +45,7 @@ def joined_records(paths: Sequence[Path]) -> list[Row]:
 
 def _read(path: Path) -> list[Row]:
     rows, _ = read_jsonl(path)
-    return [dict(row) for row in rows if isinstance(row.get("kind"), str)]
+    return restated(dict(row) for row in rows if isinstance(row.get("kind"), str))
 
 
 def _run(rows: list[Row]) -> Row:

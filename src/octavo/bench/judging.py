@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -49,27 +50,29 @@ def _lack(row: Row | None, name: str) -> str | None:
 
 @dataclass(frozen=True)
 class CastRate:
-    """A cast of one shape runs at `least` of the rate of copying."""
+    """A cast of the largest matrix runs at `least` of the ceiling of copying."""
 
     name: str
-    shape: tuple[int, int]
     least: float
 
     def __call__(self, rows: Sequence[Row]) -> Verdict:
-        """Against the ceiling of copying in the same run."""
-        row = _find(rows, "cast", name=self.name, shape=list(self.shape))
-        if (lack := _lack(row, "the cast")) is not None or row is None:
-            return _not_measured(lack or "")
+        """Against the run's ceiling; beside it, every shape against a copy of the same matrix."""
+        own = [row for row in rows if row["kind"] == "cast" and row.get("name") == self.name]
+        measured = [row for row in own if row["status"] == "measured"]
+        if not measured:
+            return _not_measured(_lack(own[0] if own else None, "the cast") or "")
+        row = max(measured, key=lambda one: math.prod(one["shape"]))
         share = row["of_copy"]
         if share is None:
             return _not_measured("the rate of copying was not measured")
-        others = [
-            other["of_copy"] for other in rows
-            if other["kind"] == "cast" and other.get("name") == self.name and other.get("of_copy")
-        ]  # fmt: skip
-        words = f"{100 * share:.1f} % of copy ({row['per_s'] / 1e12:.2f} TB/s)"
-        reason = f"over all shapes {100 * min(others):.0f} to {100 * max(others):.0f} %"
-        return Verdict(words, _verdict(share >= self.least), reason)
+        rate = row["per_s"] / 1e12
+        words = f"{100 * share:.1f} % of the ceiling ({rate:.2f} of {rate / share:.2f} TB/s) at {_extents(row)}"
+        beside = [f"{_extents(one)} {100 * one['of_same_copy']:.0f} %" for one in measured if one.get("of_same_copy")]
+        return Verdict(words, _verdict(share >= self.least), f"of a copy of the same matrix: {', '.join(beside)}")
+
+
+def _extents(row: Row) -> str:
+    return " x ".join(str(extent) for extent in row["shape"])
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,10 @@ class BenchRecord:
         finally:
             temporary.unlink(missing_ok=True)
 
+    def replace(self, rows: list[Row]) -> None:
+        """Other rows instead of all there are; the file has them with the next row that is added."""
+        self.rows = [clean(row) for row in rows]
+
     def of_kind(self, kind: str) -> list[Row]:
         """All rows of one kind, in order."""
         return [row for row in self.rows if row["kind"] == kind]

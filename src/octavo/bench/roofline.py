@@ -19,6 +19,9 @@ from octavo.conversion.gain import CAST_BYTES
 
 CAST_PRICE = CAST_BYTES / 4
 
+# A copy is a ceiling where it moves at least this much, 64 MiB read and as much written: more than caches hold.
+LEAST_COPY = 1 << 27
+
 # Bytes an element: of a cast to both layouts, without and with a pass before it that measures the amax.
 ONE_READ, TWO_READS = 4, 6
 
@@ -45,14 +48,25 @@ class Ceilings:
 
 
 def ceilings_of(rows: Iterable[dict[str, Any]]) -> Ceilings:
-    """The largest rate of each kind among a record's `ceiling` rows."""
+    """The largest rate of each kind among a record's `ceiling` rows; of copying, also among the copies beside casts.
+
+    A ceiling is a maximum: how fast a card copies depends on the size, and no size is the fastest everywhere.
+    """
     best: dict[str, float] = {}
     for row in rows:
-        value = row.get("per_s")
-        if row.get("kind") == "ceiling" and isinstance(value, (int, float)):
-            name = str(row.get("name"))
+        value, name = row.get("per_s"), _ceiling_named(row)
+        if name is not None and isinstance(value, (int, float)):
             best[name] = max(best.get(name, 0.0), float(value))
     return Ceilings(**{name: value for name, value in best.items() if name in Ceilings.__dataclass_fields__})
+
+
+def _ceiling_named(row: dict[str, Any]) -> str | None:
+    """Which ceiling a row may raise, or None."""
+    name = str(row.get("name"))
+    if row.get("kind") == "ceiling":
+        return name
+    large = (row.get("bytes") or 0) >= LEAST_COPY
+    return "copy" if row.get("kind") == "cast" and name.startswith("copy") and large else None
 
 
 def matmul_flops(m: int, k: int, n: int) -> float:
@@ -95,6 +109,7 @@ def linear_floor_s(
 
 __all__ = [
     "CAST_PRICE",
+    "LEAST_COPY",
     "Ceilings",
     "H200",
     "ONE_READ",

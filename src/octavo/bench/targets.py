@@ -22,7 +22,7 @@ from octavo.bench.judging import (
     StepSpeed,
     WarmUp,
 )
-from octavo.bench.shapes import CAST, LINEARS, Shape
+from octavo.bench.shapes import LINEARS, Shape
 
 # Above this many multiplications in a product a shape counts as large.
 _LARGE = 4096**3
@@ -85,8 +85,8 @@ _VIT_FLOOR = "its Linears are 30.9 TFLOP a step: 49 ms in BF16, 26 in FP8, which
 _LLAMA_FLOOR = "184 TFLOP a step: 267 ms in BF16, 138 in FP8, which leaves about 255 of 383 ms"
 
 TARGETS: tuple[Target, ...] = (
-    Target("Cast, transpose and amax", "≥ 90 % of copy", "one read and two writes; elsewhere 85 to 94 % was reached",
-           CastRate("delayed", CAST, 0.90)),
+    Target("Cast, transpose and amax", "≥ 90 % of the ceiling of copying, the largest matrix",
+           "one read and two writes; elsewhere 85 to 94 % was reached", CastRate("delayed", 0.90)),
     *(target for shape in LINEARS for target in _of_shape(shape)),
     *(
         Target(f"Host, forward and backward, {recipe}", "≤ 3x nn.Linear", "TE takes 7.9 to 9, torchao 5.3 to 15.7",

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from octavo.bench.cuda_graphs import num_sets
 from octavo.bench.operands import Cast, current_cast, rowwise_cast
+from octavo.bench.record import Row
 from octavo.bench.roofline import matmul_flops
 from octavo.bench.session import Session, reason_of
 from octavo.bench.shapes import Shape
 from octavo.bench.timing import Call, Measure, interleaved
+from octavo.kernels.block_cast.layout import scale_shape
+from octavo.kernels.scaled_mm.blockwise import block_scaled_mm_native, unsupported_reasons
+from octavo.scaling import BLOCK_1X128, BLOCK_128X128
 
 Product = Callable[[Tensor, Tensor], Call]
-_BLOCK = 128
-# cuBLASLt reads the scales of 128 x 128 blocks in groups of this many along K.
-_BLOCK_SCALES_PADDED_TO = 4
 
 
 def measure_ceilings(session: Session) -> None:
@@ -32,18 +33,36 @@ def measure_ceilings(session: Session) -> None:
 
 
 def measure_copy(session: Session) -> None:
-    """The `ceiling` row of copying, unless there is one."""
+    """The `ceiling` rows of copying, one a size, unless there are any: the fastest is the ceiling."""
     if session.ceilings.copy is not None:
         return
-    num_bytes = session.shapes.copy_bytes
-    about = {"kind": "ceiling", "name": "copy", "shape": [num_bytes], "method": session.timer.method}
-    with session.recorded_if_failed(about):
-        source = torch.empty(num_bytes, dtype=torch.uint8, device=session.device).random_()
-        target = torch.empty_like(source)
-        measures = {"copy": session.timer.prepare([lambda: target.copy_(source)])}
-        timing = interleaved(measures, session.rounds, session.dropped)["copy"]
-        moved = 2 * num_bytes  # read and written
-        session.measured(about, timing.row() | {"bytes": moved, "per_s": moved / timing.median, "unit": "B/s"})
+    abouts: dict[str, Row] = {}
+    measures: dict[str, Measure] = {}
+    held = []  # a captured graph does not keep its tensors alive
+    for num_bytes in session.shapes.copies:
+        sets = num_sets(num_bytes, session.cache_bytes)
+        about: Row = {"kind": "ceiling", "name": "copy", "shape": [num_bytes], "dtype": "bfloat16", "sets": sets}
+        about["method"] = session.timer.method
+        try:
+            sources = [_bf16(session, num_bytes) for _ in range(sets)]
+            targets = [torch.empty_like(source) for source in sources]
+            calls: list[Call] = [partial(to.copy_, source) for to, source in zip(targets, sources, strict=True)]
+            measures[str(num_bytes)] = session.timer.prepare(calls)
+            abouts[str(num_bytes)] = about
+            held.append((sources, targets))
+        except Exception as error:  # too large for this device; the others go on
+            session.failed(about, error)
+    for name, timing in interleaved(measures, session.rounds, session.dropped).items():
+        moved = 2 * int(name)  # read and written
+        figures = {"bytes": moved, "per_s": moved / timing.median, "unit": "B/s"}
+        session.measured(abouts[name], timing.row() | figures)
+    del held, measures
+    session.release()
+
+
+def _bf16(session: Session, num_bytes: int) -> Tensor:
+    """N(0, 1) in bf16, as the matrices that are cast."""
+    return torch.randn(num_bytes // 2, device=session.device, dtype=torch.bfloat16)
 
 
 def _measure_products(session: Session, shape: Shape) -> None:
@@ -102,24 +121,18 @@ def scaled_mm_call(codes_a: Tensor, scale_a: Tensor, codes_b: Tensor, scale_b: T
 
 
 def block_product(a: Tensor, b: Tensor) -> Call:
-    """[m, k] @ [n, k]^T, scales of 1 x 128 blocks of a and of 128 x 128 blocks of b.
+    """[m, k] @ [n, k]^T, scales of 1 x 128 blocks of a and of 128 x 128 blocks of b, as Octavo's own Linear calls it.
 
     The scales are ones: the product takes as long whatever they are.
+
+    Raises:
+        ValueError: the device or torch has no such product, or not of this shape.
     """
-    functional: Any = torch.nn.functional
-    if not hasattr(functional, "scaled_mm"):
-        raise NotImplementedError(f"torch {torch.__version__} has no torch.nn.functional.scaled_mm")
-    (m, k), n = a.shape, b.shape[0]
-    if k % _BLOCK or n % _BLOCK:
-        raise ValueError(f"blocks of 128 need K and N to be multiples of it, found {k} and {n}")
-    kinds = functional.ScalingType
     codes_a, _ = current_cast()(a).row_wise
     codes_b, _ = current_cast()(b).row_wise
-    blocks = k // _BLOCK
-    scale_a = torch.ones(blocks, m, device=a.device).t()
-    padded = -(-blocks // _BLOCK_SCALES_PADDED_TO) * _BLOCK_SCALES_PADDED_TO
-    scale_b = torch.ones(n // _BLOCK, padded, device=b.device)[:, :blocks]
-    return lambda: functional.scaled_mm(
-        codes_a, codes_b.t(), scale_a, kinds.BlockWise1x128, scale_b, kinds.BlockWise128x128,
-        output_dtype=torch.bfloat16,
-    )  # fmt: skip
+    if reasons := unsupported_reasons(codes_a, codes_b):
+        raise ValueError("; ".join(reasons))
+    (m, k), n = a.shape, b.shape[0]
+    scale_a = torch.ones(scale_shape(m, k, BLOCK_1X128), device=a.device)
+    scale_b = torch.ones(scale_shape(n, k, BLOCK_128X128), device=b.device)
+    return lambda: block_scaled_mm_native(codes_a, codes_b, scale_a, scale_b, None, torch.bfloat16)

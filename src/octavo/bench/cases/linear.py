@@ -10,18 +10,16 @@ from torch import Tensor, nn
 
 from octavo.bench.cases.ceilings import measure_copy, scaled_mm_call
 from octavo.bench.cuda_graphs import KernelTimer, num_sets
+from octavo.bench.derived import restated
 from octavo.bench.operands import Cast, current_cast, rowwise_cast
 from octavo.bench.record import Row
 from octavo.bench.rivals import Built, Rival, linear_rivals
-from octavo.bench.roofline import linear_bytes, linear_floor_s, linear_flops
-from octavo.bench.session import Session, reason_of
+from octavo.bench.session import MEASURED, Session, reason_of
 from octavo.bench.shapes import Shape
 from octavo.bench.timing import Call, Measure, Timer, Timing, interleaved
-from octavo.conversion.gain import expected_gain
 
 # The three products alone, by the granularity of their scales.
 PRODUCTS: dict[str, Callable[[bool], Cast]] = {"gemms": current_cast, "gemms-rowwise": lambda gradient: rowwise_cast()}
-READS = {"delayed": 1, "current": 2, "rowwise": 2}
 _WARM_UP_STEPS = 3
 # Building a torchao layer compiles it.
 _SECONDS = {"torchao": 12.0}
@@ -92,8 +90,10 @@ def _measure_shape(session: Session, shape: Shape, rivals: list[Rival]) -> None:
     timings = _interleaved(session, prepared)
     if any(one.about["method"] == KernelTimer.method for one in prepared.values()):
         _add_kernel_twins(session, prepared, timings)
-    for name, timing in timings.items():
-        session.measured(prepared[name].about, timing.row() | _figures(session, shape, name, prepared[name], timings))
+    rows = [prepared[name].about | {"status": MEASURED} | timing.row() for name, timing in timings.items()]
+    kept = [row for row in session.record.rows if row["kind"] in ("ceiling", "cast")]
+    for row in restated([*kept, *rows])[len(kept) :]:
+        session.measured(row, {})
 
 
 def _prepare(session: Session, rival: Rival, data: Data, about: Row, prepared: dict[str, Prepared]) -> None:
@@ -198,39 +198,3 @@ def _all_of(*calls: Call) -> Call:
             one()
 
     return call
-
-
-def _figures(
-    session: Session, shape: Shape, name: str, prepared: Prepared, timings: dict[str, Timing]
-) -> dict[str, object]:
-    """Ratios within this run, the roofline, and the target where there is one."""
-    seconds = timings[name].median
-    figures: dict[str, object] = {}
-    if "bf16" in timings:
-        figures["speedup"] = timings["bf16"].median / seconds
-    flops, ceilings = linear_flops(*shape), session.ceilings
-    recipe, library = prepared.about["recipe"], prepared.about["library"]
-    kind = (
-        "bf16" if library == "torch" and not name.startswith("gemms") else _kind(name if library == "torch" else recipe)
-    )
-    peak = ceilings.of_products(kind)
-    moved = linear_bytes(*shape, operand_bytes=2 if kind == "bf16" else 1)
-    figures |= {"flops": flops, "per_s": flops / seconds, "of_peak": None if peak is None else flops / seconds / peak}
-    figures |= {"bytes": moved, "of_copy": None if ceilings.copy is None else moved / seconds / ceilings.copy}
-    card = ceilings.card()
-    if library == "octavo":
-        figures["model_speedup"] = None if card is None else expected_gain(shape[1], shape[2], shape[0], card)
-        cached = name.endswith("-cached")
-        if recipe in READS and "gemms" in timings and ceilings.copy is not None:
-            floor = linear_floor_s(
-                timings["gemms"].median, shape, ceilings.copy, reads=READS[recipe], weight_cached=cached
-            )
-            figures["target_ms"] = floor * 1e3
-    return figures
-
-
-def _kind(name: str) -> str:
-    """Which ceiling a rival's products have."""
-    if "rowwise" in name:
-        return "row"
-    return "block" if "block" in name else "tensor"

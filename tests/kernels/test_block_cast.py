@@ -226,7 +226,7 @@ FLAGS = [(True, True, False, False), (True, True, True, True), (True, False, Fal
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=repr)
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
-def test_on_hopper_it_moves_sixteen_bytes_at_a_time_and_keeps_all_in_registers(
+def test_on_hopper_it_reads_once_moves_sixteen_bytes_at_a_time_and_spills_little(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: torch.dtype, granularity: Granularity, flags: Any
 ) -> None:
     module = triton_module()
@@ -237,8 +237,8 @@ def test_on_hopper_it_moves_sixteen_bytes_at_a_time_and_keeps_all_in_registers(
     variant = compiled(module.block_cast_kernel, launch)
     ptx = variant.asm["ptx"]
     threads = 32 * launch.warps
-    # One read for the amaxes and one a layout; sums take the amaxes' values, but for gradients, whose inf they keep.
-    reads = 1 + flags[0] + flags[1] + (flags[2] and flags[3])
+    # One read for all; another for the sums of a gradient, which keep the inf that its codes lose.
+    reads = 1 + (flags[2] and flags[3])
     loads = len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", ptx))
     stores = len(re.findall(r"st\.global[.\w:]*\.v4\.b32", ptx))
     assert loads == reads * 128 * 128 * dtype.itemsize // (16 * threads)
@@ -246,11 +246,16 @@ def test_on_hopper_it_moves_sixteen_bytes_at_a_time_and_keeps_all_in_registers(
     assert stores == (flags[0] + flags[1]) * 128 * 128 // (16 * threads)
     assert ("e5m2x2" if flags[2] else "e4m3x2") in ptx
     assert ".ftz" not in ptx
-    assert stack_and_local_bytes(variant, tmp_path) == [0, 0]
+    # Both layouts of 1x128 by 4 warps, 128 values a thread, want more than its 255 registers: up to 16 words go to the
+    # stack. Measured on an H200 that is the fastest all the same: 2.96 TB/s, as by 8 warps (2.98), with sums 2.11, by 8
+    # warps 1.25; with values read once more for each layout nothing goes there, and it is 1.83 and 1.82.
+    stack, local = stack_and_local_bytes(variant, tmp_path)
+    assert stack <= (64 if granularity is BLOCK_1X128 and flags[0] and flags[1] else 0)
+    assert local == 0
 
 
 def test_two_tiles_fit_a_multiprocessor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """65536 registers, so that one tile's arithmetic covers another one's loads."""
+    """65536 registers, so that one tile's arithmetic covers another one's loads: 128 a thread of 8 warps, 255 of 4."""
     import subprocess
 
     module = triton_module()

@@ -30,7 +30,7 @@ from octavo.kernels.activations import GATED, check_activation
 from octavo.kernels.layout import padded
 from octavo.kernels.library import register
 from octavo.kernels.operands import check_matrix, check_scale, check_through, merge, present
-from octavo.kernels.triton_support import device_reasons, runs_on, uses_triton
+from octavo.kernels.triton_support import device_reasons, one_column_reasons, runs_on, uses_triton
 
 
 class ActivationBackwardCastOutput(NamedTuple):
@@ -104,9 +104,9 @@ def activation_backward_output(
     return ActivationBackwardOutput(*_launch_output(grad, x, activation, dtype))
 
 
-def unsupported_reasons(x: Tensor, format: Format) -> list[str]:
-    """Why the Triton twin does not run for this call; then the PyTorch reference does."""
-    reasons = device_reasons(x.device)
+def unsupported_reasons(x: Tensor, format: Format, activation: str = "relu") -> list[str]:
+    """Why the Triton twin does not run for this call; then the PyTorch reference does. Halves count of a gated one."""
+    reasons = device_reasons(x.device) + one_column_reasons(x[:, : _width(x, activation)])
     if format not in (E4M3, E5M2):
         reasons.append(f"format {format.name}: NVIDIA's conversion instructions write E4M3 and E5M2")
     return reasons
@@ -117,7 +117,7 @@ def _check(operation: str, grad: Tensor, x: Tensor, activation: str, through: to
     check_matrix(operation, "x", x)
     check_activation(activation, x.shape[1])
     check_through(operation, through)
-    expected = (x.shape[0], x.shape[1] // 2 if activation in GATED else x.shape[1])
+    expected = (x.shape[0], _width(x, activation))
     if grad.shape != expected:
         raise ValueError(
             f"grad has shape {tuple(grad.shape)}; for {activation} of x of shape {tuple(x.shape)} it takes"
@@ -137,7 +137,7 @@ def _launch(
     column_sum: bool,
     own_scale: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    if x.is_cuda and x.numel() and runs_on(x.device.index, format.name):
+    if x.is_cuda and x.numel() and _width(x, activation) != 1 and runs_on(x.device.index, format.name):
         from octavo.kernels.activation_backward_cast.triton_kernel import activation_backward_cast_triton
 
         return activation_backward_cast_triton(
@@ -149,11 +149,16 @@ def _launch(
 
 
 def _launch_output(grad: Tensor, x: Tensor, activation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    if uses_triton(x) and x.numel():
+    # One column: bfloat16 is made in pairs as codes are, see `one_column_reasons`.
+    if uses_triton(x) and x.numel() and _width(x, activation) != 1:
         from octavo.kernels.activation_backward_cast.triton_kernel import activation_backward_output_triton
 
         return activation_backward_output_triton(grad, x, activation, dtype)
     return activation_backward_output_reference(grad, x, activation, dtype)
+
+
+def _width(x: Tensor, activation: str) -> int:
+    return x.shape[1] // 2 if activation in GATED else x.shape[1]
 
 
 def _implementation(

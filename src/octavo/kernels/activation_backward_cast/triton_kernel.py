@@ -190,7 +190,7 @@ def activation_backward_cast_triton(
     column_sum: bool = False,
     own_scale: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """As `octavo.kernels.activation_backward_cast.activation_backward_cast`: E4M3 or E5M2, at least one element, a
+    """As `octavo.kernels.activation_backward_cast.activation_backward_cast`: E4M3 or E5M2, more than one column, a
     device of Triton's. own_scale: the scale that comes out is a tensor of its own."""
     grad, x = with_contiguous_rows(grad), with_contiguous_rows(x)
     (rows, columns), width = grad.shape, x.shape[1]
@@ -220,7 +220,7 @@ def activation_backward_cast_triton(
 def activation_backward_output_triton(
     grad: Tensor, x: Tensor, activation: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """As `octavo.kernels.activation_backward_cast.activation_backward_output`, for at least one element on a device of
+    """As `octavo.kernels.activation_backward_cast.activation_backward_output`, for more than one column on a device of
     Triton's."""
     grad, x = with_contiguous_rows(grad), with_contiguous_rows(x)
     rows, columns = grad.shape

@@ -27,7 +27,7 @@ from octavo.kernels.activations import GATED, check_activation
 from octavo.kernels.layout import padded
 from octavo.kernels.library import register
 from octavo.kernels.operands import check_matrix, check_scale, check_through, merge, present
-from octavo.kernels.triton_support import device_reasons, runs_on, uses_triton
+from octavo.kernels.triton_support import device_reasons, one_column_reasons, runs_on, uses_triton
 
 
 class ActivationCastOutput(NamedTuple):
@@ -93,9 +93,9 @@ def activation_output(x: Tensor, activation: str, dtype: torch.dtype) -> Activat
     return ActivationOutput(*_launch_output(x, activation, dtype))
 
 
-def unsupported_reasons(x: Tensor, format: Format) -> list[str]:
-    """Why the Triton twin does not run for this call; then the PyTorch reference does."""
-    reasons = device_reasons(x.device)
+def unsupported_reasons(x: Tensor, format: Format, activation: str = "relu") -> list[str]:
+    """Why the Triton twin does not run for this call; then the PyTorch reference does. Halves count of a gated one."""
+    reasons = device_reasons(x.device) + one_column_reasons(x[:, : _width(x, activation)])
     if format not in (E4M3, E5M2):
         reasons.append(f"format {format.name}: NVIDIA's conversion instructions write E4M3 and E5M2")
     return reasons
@@ -118,7 +118,7 @@ def _launch(
     columnwise: bool,
     own_scale: bool = False,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    if x.is_cuda and x.numel() and runs_on(x.device.index, format.name):
+    if x.is_cuda and x.numel() and _width(x, activation) != 1 and runs_on(x.device.index, format.name):
         from octavo.kernels.activation_cast.triton_kernel import activation_cast_triton
 
         return activation_cast_triton(x, activation, format, scale, through, gathered, rowwise, columnwise, own_scale)
@@ -126,7 +126,8 @@ def _launch(
 
 
 def _launch_output(x: Tensor, activation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    if uses_triton(x) and x.numel():
+    # One column: bfloat16 is made in pairs as codes are, see `one_column_reasons`.
+    if uses_triton(x) and x.numel() and _width(x, activation) != 1:
         from octavo.kernels.activation_cast.triton_kernel import activation_output_triton
 
         return activation_output_triton(x, activation, dtype)

@@ -155,7 +155,7 @@ def activation_cast_triton(
     columnwise: bool = True,
     own_scale: bool = False,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """As `octavo.kernels.activation_cast.activation_cast`: E4M3 or E5M2, at least one element, a device of Triton's.
+    """As `octavo.kernels.activation_cast.activation_cast`: E4M3 or E5M2, more than one column, a device of Triton's.
 
     own_scale: the scale that comes out is a tensor of its own.
     """
@@ -188,7 +188,7 @@ def activation_cast_triton(
 
 
 def activation_output_triton(x: Tensor, activation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """As `octavo.kernels.activation_cast.activation_output`, for at least one element on a device of Triton's."""
+    """As `octavo.kernels.activation_cast.activation_output`, for more than one column on a device of Triton's."""
     x = with_contiguous_rows(x)
     rows, gated = x.shape[0], activation in GATED
     columns = x.shape[1] // 2 if gated else x.shape[1]

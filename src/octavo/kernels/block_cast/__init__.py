@@ -35,7 +35,7 @@ from octavo.kernels.block_cast.reference import block_cast_reference
 from octavo.kernels.cast_transpose import CastOutput, ScaleRule
 from octavo.kernels.layout import padded
 from octavo.kernels.library import register
-from octavo.kernels.triton_support import device_reasons, runs_compiled, runs_on
+from octavo.kernels.triton_support import device_reasons, one_column_reasons, runs_compiled, runs_on
 from octavo.scaling import Granularity, granularity_named
 
 
@@ -71,7 +71,7 @@ def block_cast(
 
 def unsupported_reasons(x: Tensor, format: Format) -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does."""
-    reasons = device_reasons(x.device)
+    reasons = device_reasons(x.device) + one_column_reasons(x)
     if format not in (E4M3, E5M2):
         reasons.append(f"format {format.name}: NVIDIA's conversion instructions write E4M3 and E5M2")
     return reasons
@@ -90,7 +90,7 @@ def _launch(
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"block_cast takes a floating-point matrix [M, K], found {x.dtype} of shape {tuple(x.shape)}")
     check_granularity(granularity)
-    if x.is_cuda and x.numel() and (rowwise or columnwise) and runs_on(x.device.index, format.name):
+    if x.is_cuda and x.numel() and x.shape[1] != 1 and (rowwise or columnwise) and runs_on(x.device.index, format.name):
         from octavo.kernels.block_cast.triton_kernel import block_cast_triton
 
         return block_cast_triton(x, format, granularity, rule, rowwise, columnwise, inf_to_nan, column_sum)
@@ -107,7 +107,10 @@ def _compiled(
     inf_to_nan: bool,
     column_sum: bool,
 ) -> CastOutput:
-    native = x.is_cuda and runs_compiled(x.device.index, format.name) and (rowwise or columnwise)
+    # Inductor makes a constant of every integer that is 1, the number of rows included, and one row is then what one
+    # column is, see `one_column_reasons`. (The operator launches as eager code does.)
+    several = x.shape[0] != 1 and x.shape[1] != 1
+    native = x.is_cuda and several and (rowwise or columnwise) and runs_compiled(x.device.index, format.name)
     operator = _inductor_operator() if native else _operator
     outputs = operator(x, format.name, granularity.name, *rule, rowwise, columnwise, inf_to_nan, column_sum)
     wanted = (rowwise, rowwise, columnwise, columnwise, column_sum)

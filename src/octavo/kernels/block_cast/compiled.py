@@ -26,12 +26,10 @@ def block_cast_inductor(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`octavo.kernels.block_cast.block_cast`; an empty tensor for what is not wanted, and the sums in parts."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    outputs, programs, tensors, numbers, constants = triton_kernel.prepare(
+    outputs, programs, tensors, numbers, constants, warps = triton_kernel.prepare(
         x, format_named(format), granularity_named(granularity), ScaleRule(epsilon, power_of_two), rowwise, columnwise,
         inf_to_nan, column_sum,
     )  # fmt: skip
-    wrap_triton(triton_kernel.block_cast_kernel)[(programs,)](
-        *tensors, *numbers, *constants, num_warps=triton_kernel.WARPS
-    )
+    wrap_triton(triton_kernel.block_cast_kernel)[(programs,)](*tensors, *numbers, *constants, num_warps=warps)
     codes, scale, codes_t, scale_t, sums = (x.new_empty(0) if out is None else out for out in outputs)
     return codes, scale, codes_t, scale_t, sums

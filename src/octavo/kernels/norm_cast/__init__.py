@@ -31,7 +31,7 @@ from octavo.kernels.norm_cast.reference import (
     output_dtype,
 )
 from octavo.kernels.operands import check_matrix, check_scale, check_through, merge, present
-from octavo.kernels.triton_support import device_reasons, runs_on, uses_triton
+from octavo.kernels.triton_support import device_reasons, one_column_reasons, runs_on, uses_triton
 
 
 class NormCastOutput(NamedTuple):
@@ -116,7 +116,7 @@ def norm_output(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | Non
 
 def unsupported_reasons(x: Tensor, format: Format) -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does."""
-    reasons = device_reasons(x.device)
+    reasons = device_reasons(x.device) + one_column_reasons(x)
     if format not in (E4M3, E5M2):
         reasons.append(f"format {format.name}: NVIDIA's conversion instructions write E4M3 and E5M2")
     return reasons
@@ -146,7 +146,7 @@ def _launch(
     return_output: bool,
     own_scale: bool = False,
 ) -> Result:
-    if x.is_cuda and x.numel() and runs_on(x.device.index, format.name):
+    if x.is_cuda and x.numel() and x.shape[1] != 1 and runs_on(x.device.index, format.name):
         from octavo.kernels.norm_cast.triton_kernel import norm_cast_triton
 
         return norm_cast_triton(x, norm, weight, bias, format, scale, gathered, columnwise, return_output, own_scale)
@@ -156,7 +156,8 @@ def _launch(
 def _launch_output(
     x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    if uses_triton(x) and x.numel():
+    # Triton does not compile the statistics of one column: there the number of columns is no tensor.
+    if uses_triton(x) and x.numel() and x.shape[1] != 1:
         from octavo.kernels.norm_cast.triton_kernel import norm_output_triton
 
         return norm_output_triton(x, norm, weight, bias)

@@ -243,7 +243,7 @@ def norm_cast_triton(
     return_output: bool = False,
     own_scale: bool = False,
 ) -> Result:
-    """As `octavo.kernels.norm_cast.norm_cast`: E4M3 or E5M2, at least one element, a device of Triton's.
+    """As `octavo.kernels.norm_cast.norm_cast`: E4M3 or E5M2, more than one column, a device of Triton's.
 
     own_scale: the scale that comes out is a tensor of its own.
     """
@@ -265,7 +265,7 @@ def norm_cast_triton(
 def norm_output_triton(
     x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """As `octavo.kernels.norm_cast.norm_output`, for at least one element on a device of Triton's."""
+    """As `octavo.kernels.norm_cast.norm_output`, for more than one column on a device of Triton's."""
     dtype = output_dtype(x, norm)
     x = with_contiguous_rows(x)
     rows, columns = x.shape

@@ -124,6 +124,32 @@ def test_the_native_call_has_the_strides_that_torch_asks_for(
     assert torch.equal(out, answer.to(dtype) if bias is None else (answer + bias).to(dtype))
 
 
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_only_a_bias_of_bfloat16_with_such_an_output_is_added_by_the_product(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bias_dtype: torch.dtype
+) -> None:
+    arguments, *_ = product("fprop", 48, 256, 64)
+    inside, answer = dtype == bias_dtype == torch.bfloat16, torch.randn(48, 64)
+    bias = torch.randn(2 * 64).to(bias_dtype)[::2]
+    called: list[tuple[Any, ...]] = []
+
+    def spy(*given: Any) -> Tensor:
+        called.append(given)
+        return answer.to(given[9])
+
+    monkeypatch.setattr(torch, "_scaled_mm_v2", spy)
+    out = blockwise.block_scaled_mm_native(*arguments, bias, dtype)
+    ((*_, handed, out_dtype, _, _),) = called
+    assert (handed is not None) == inside
+    if inside:
+        # cuBLASLt is told where it begins and nothing of gaps.
+        assert handed.is_contiguous()
+        assert torch.equal(handed, bias)
+    assert out_dtype == (torch.bfloat16 if inside else torch.float32)
+    assert torch.equal(out, answer.to(dtype) if inside else (answer + bias.float()).to(dtype))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_itself_accepts_the_call(kind: str) -> None:
     """Its checks of shapes, dtypes and strides, on tensors without data."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import numpy
@@ -144,6 +145,42 @@ def test_the_operators_describe_themselves_rightly() -> None:
         torch.library.opcheck(torch.ops.octavo.partial_amax.default, (x,))
         for row, column in ((True, True), (True, False), (False, True)):
             torch.library.opcheck(torch.ops.octavo.amax_by_row_and_column.default, (x, row, column))
+
+
+def test_both_start_from_one_fill_and_in_an_operator_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from octavo.kernels.amax import triton_kernel
+
+    monkeypatch.setattr(triton_kernel, "_launch_by_row_and_column", lambda *_: None)
+    for x in (torch.ones(37, 21), torch.ones(21, 37).t()):
+        for apart in (False, True):
+            by_row, by_column = triton_kernel.amax_by_row_and_column_triton(x, True, True, apart)
+            assert by_row is not None
+            assert by_column is not None
+            assert (by_row.shape, by_column.shape) == ((37, 1), (1, 21))
+            assert not by_row.any()
+            assert not by_column.any()
+            memory = {by_row.untyped_storage().data_ptr(), by_column.untyped_storage().data_ptr()}
+            assert len(memory) == 1 + apart
+            assert by_row.data_ptr() % 16 == by_column.data_ptr() % 16 == 0
+            by_row.fill_(1.0)
+            assert not by_column.any()
+        wanted = triton_kernel.amax_by_row_and_column_triton(x, True, False)
+        assert (wanted[0] is None, wanted[1] is None) == (False, True)
+
+
+def test_the_operator_asks_for_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def launch(x: Tensor, row: bool, column: bool, apart: bool = False) -> tuple[Tensor, Tensor]:
+        asked.append(apart)
+        return x.new_zeros(x.shape[0], 1), x.new_zeros(1, x.shape[1])
+
+    module = importlib.import_module("octavo.kernels.amax")
+    monkeypatch.setattr(module, "_launch_by_row_and_column", launch)
+    torch.ops.octavo.amax_by_row_and_column(torch.ones(2, 3), True, True)
+    amax_by_row_and_column(torch.ones(2, 3))
+    assert asked == [True, False]
 
 
 def test_a_tensor_off_the_gpu_takes_the_reference_and_says_why() -> None:

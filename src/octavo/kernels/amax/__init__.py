@@ -72,12 +72,14 @@ def _launch_partial(x: Tensor) -> Tensor:
     return amax_reference(x, TENSOR).reshape(1)
 
 
-def _launch_by_row_and_column(x: Tensor, row: bool, column: bool) -> tuple[Tensor | None, Tensor | None]:
+def _launch_by_row_and_column(
+    x: Tensor, row: bool, column: bool, apart: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
     _check(x)
     if uses_triton(x) and x.numel():
         from octavo.kernels.amax.triton_kernel import amax_by_row_and_column_triton
 
-        return amax_by_row_and_column_triton(x, row, column)
+        return amax_by_row_and_column_triton(x, row, column, apart)
     return amax_by_row_and_column_reference(x, row, column)
 
 
@@ -99,8 +101,8 @@ def _compiled_by_row_and_column(x: Tensor, row: bool, column: bool) -> tuple[Ten
 
 
 def _by_row_and_column(x: Tensor, row: bool, column: bool) -> tuple[Tensor, Tensor]:
-    by_row, by_column = _launch_by_row_and_column(x, row, column)
-    # An operator returns tensors only: what was left out is an empty one.
+    # An operator's outputs share no memory, and are tensors only: what was left out is an empty one.
+    by_row, by_column = _launch_by_row_and_column(x, row, column, apart=True)
     return (
         x.new_empty(0, dtype=torch.float32) if by_row is None else by_row,
         x.new_empty(0, dtype=torch.float32) if by_column is None else by_column,

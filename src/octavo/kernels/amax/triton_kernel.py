@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.launcher import Launcher, specialization
+from octavo.kernels.layout import padded
 
 # Elements of a block of a whole matrix: 32 a thread, four 16-byte loads of bf16 in flight.
 _BLOCK = 16384
@@ -109,21 +110,25 @@ def partial_amax_triton(x: Tensor) -> Tensor:
     return out
 
 
-def amax_by_row_and_column_triton(x: Tensor, row: bool, column: bool) -> tuple[Tensor | None, Tensor | None]:
-    """As `octavo.kernels.amax.amax_by_row_and_column`, for an x of at least one element on such a device."""
+def amax_by_row_and_column_triton(
+    x: Tensor, row: bool, column: bool, apart: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
+    """As `octavo.kernels.amax.amax_by_row_and_column`, for an x of at least one element on such a device.
+
+    apart: the two share no memory.
+    """
     if x.dtype == torch.float64:
         x = x.float()
     if x.stride(1) != 1:
         if x.stride(0) == 1:
-            by_column, by_row = amax_by_row_and_column_triton(x.t(), column, row)
+            by_column, by_row = amax_by_row_and_column_triton(x.t(), column, row, apart)
             return (
                 None if by_row is None else by_row.reshape(-1, 1),
                 None if by_column is None else by_column.reshape(1, -1),
             )
         x = x.contiguous()
     rows, columns = x.shape
-    by_row = x.new_zeros((rows, 1), dtype=torch.float32) if row else None
-    by_column = x.new_zeros((1, columns), dtype=torch.float32) if column else None
+    by_row, by_column = _zeros(x, row, column, apart)
     blocks = _BLOCKS_LARGE if rows * columns >= _LARGE else _BLOCKS
     programs = -(-rows // (_BLOCK_ROWS * blocks)) * -(-columns // _BLOCK_COLUMNS)
     tensors = (x, x if by_row is None else by_row, x if by_column is None else by_column)
@@ -131,6 +136,18 @@ def amax_by_row_and_column_triton(x: Tensor, row: bool, column: bool) -> tuple[T
     key = (x.dtype, x.data_ptr() % 16 == 0, rows >> 31, specialization(*numbers[1:]), constants)
     _launch_by_row_and_column(programs, key, tensors, numbers, constants, _WARPS_BY_ROW_AND_COLUMN)
     return by_row, by_column
+
+
+def _zeros(x: Tensor, row: bool, column: bool, apart: bool) -> tuple[Tensor | None, Tensor | None]:
+    """What a launch starts from: zeros [M, 1] and [1, K], made by one fill unless they are `apart`."""
+    rows, columns = x.shape
+    if apart or not (row and column):
+        by_row = x.new_zeros((rows, 1), dtype=torch.float32) if row else None
+        return by_row, x.new_zeros((1, columns), dtype=torch.float32) if column else None
+    # The second begins where its alignment is that of a tensor of its own.
+    begin = padded(rows)
+    both = x.new_zeros(begin + columns, dtype=torch.float32)
+    return both[:rows].view(rows, 1), both[begin:].view(1, columns)
 
 
 def prepare_partial(x: Tensor) -> tuple[Tensor, tuple[int, int, int], tuple[int, int, int]]:

@@ -13,7 +13,7 @@ from octavo.bench.cases import linear as linear_case
 from octavo.bench.cuda_graphs import KernelTimer
 from octavo.bench.deadline import Deadline
 from octavo.bench.record import BenchRecord
-from octavo.bench.rivals import Rival, plain
+from octavo.bench.rivals import Built, Rival, plain
 from octavo.bench.session import Session
 from octavo.bench.timing import Call, Measure, WallTimer
 from octavo.report.record import read_jsonl
@@ -221,6 +221,53 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="no CUDA device here; choose --device cpu"):
         BenchSettings(out=tmp_path, device="cuda")
+
+
+def test_the_record_says_where_a_section_s_time_went(tmp_path: Path) -> None:
+    rows = bench(tmp_path, "ceilings", "casts", "linear", "host")
+    spent = {row["name"]: row["spent"] for row in of_kind(rows, "section")}
+    assert {name: set(parts) for name, parts in spent.items()} == {
+        "ceilings": {"copy", "products"},
+        "casts": {"copy", "casts"},
+        "linear": {"copy", "products alone", "torch", "octavo", "measuring"},
+        "host": {"torch", "octavo", "measuring"},
+    }
+    for row in of_kind(rows, "section"):
+        assert 0 < sum(row["spent"].values()) <= row["seconds"] + 0.01, row  # each is rounded to a millisecond
+
+
+def test_a_layer_that_compiles_long_is_left_out_and_every_shape_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each shape has its share of the time, and what the last layer of a library took tells whether another fits."""
+    clock = [0.0]
+
+    def compiled(linear: torch.nn.Linear) -> Built:
+        clock[0] += 30.0
+        return plain(linear)
+
+    rivals = [
+        Rival("bf16", "torch", "", plain),
+        Rival("torchao-rowwise-compiled", "torchao", "rowwise", compiled),
+        Rival("torchao-tensorwise-compiled", "torchao", "tensorwise", compiled),
+    ]
+    monkeypatch.setattr(linear_case, "linear_rivals", lambda device: rivals)
+    monkeypatch.setattr(linear_case, "load_compiler", lambda device: None)
+    monkeypatch.setattr(linear_case.time, "monotonic", lambda: clock[0])
+    settings = BenchSettings(out=tmp_path, device="cpu")
+    session = Session(settings, BenchRecord(settings.record_path), deadline=Deadline(100.0, lambda: clock[0]))
+    session.shapes = session.shapes._replace(linears=((32, 16, 16), (32, 16, 32), (32, 32, 16)))
+    linear_case.measure_linears(session)
+    rows = of_kind(session.record.rows, "linear", rival="bf16")
+    assert [row["status"] for row in rows] == ["measured"] * 3
+    # 100 s: 3 of 5 parts are 60 s, of which the first takes 30 and leaves less than the second needs, 30 and 2 to
+    # measure. 70 s are left for two shapes: 35 s each, of which one takes 30.
+    found = {(tuple(row["shape"]), row["rival"]): row["status"] for row in session.record.rows if "rival" in row}
+    for shape in session.shapes.linears:
+        assert found[shape, "torchao-rowwise-compiled"] == "measured"
+        assert found[shape, "torchao-tensorwise-compiled"] == "skipped"
+    (built,) = {row["build_s"] for row in session.record.rows if row.get("recipe") == "rowwise" and "build_s" in row}
+    assert built == 30.0
 
 
 def test_the_deadline_is_shared_out_by_section(tmp_path: Path) -> None:

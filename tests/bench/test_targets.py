@@ -76,6 +76,9 @@ def test_what_lacks_is_named_with_its_reason() -> None:
     rows = [made.linear("te-delayed", None), made.linear("octavo-delayed", 1.0)]
     assert "no kernel image" in BeatsPeer("octavo-delayed", "te-delayed", SHAPE)(rows).reason
     assert "not asked for" in LinearTime("octavo-delayed", SHAPE)([]).reason
+    out_of_time = made.linear("bf16", None) | {"status": "skipped", "reason": "time limit"}
+    assert LinearTime("octavo-delayed", SHAPE)([out_of_time]).reason == "octavo-delayed: time limit"
+    assert BeatsPeer("octavo-delayed", "te-delayed", SHAPE)([out_of_time]).reason == "te-delayed: time limit"
     assert "were not measured" in LinearTime("octavo-delayed", SHAPE)([made.linear("octavo-delayed", 1.0)]).reason
     rule = StepSpeed("vit", "bf16", 1.0)
     assert rule([made.step("octavo-current", 1.0), made.step("bf16", None)]).reason == "bf16: time limit"

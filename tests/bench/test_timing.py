@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from octavo.bench.cuda_graphs import kernel_microseconds, num_sets
-from octavo.bench.timing import Call, GraphTimer, HostTimer, Timing, WallTimer, interleaved, timed_steps
+from octavo.bench.timing import LEAST_ROUNDS, Call, GraphTimer, HostTimer, Timing, WallTimer, interleaved, timed_steps
 
 
 class Clock:
@@ -77,6 +77,19 @@ def test_rivals_take_turns_and_the_first_rounds_do_not_count() -> None:
     assert order == ["slow", "fast"] * 3
     assert (timings["slow"].samples, timings["fast"].samples) == ((4.0, 6.0), (1.0, 3.0))
     assert clock() == 0.0
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(0.1, 12), (1.0, 8), (10.0, LEAST_ROUNDS)])
+def test_a_budget_bounds_the_rounds_of_what_is_slow_but_never_below_the_least(seconds: float, count: int) -> None:
+    # A round of two takes twice `seconds`. Of 1 s each: 2 dropped rounds and 8 more fill 20 s.
+    clock = Clock()
+
+    def measure() -> float:
+        clock.now += seconds
+        return seconds
+
+    timings = interleaved({"a": measure, "b": measure}, 12, 2, budget_s=20.0, clock=clock)
+    assert {name: len(timing.samples) for name, timing in timings.items()} == {"a": count, "b": count}
 
 
 def test_host_time_begins_with_an_idle_device_and_leaves_out_its_work() -> None:

@@ -88,6 +88,7 @@ def _run_section(session: Session, name: str) -> None:
     start = time.monotonic()
     about = {"kind": "section", "name": name}
     status, reason = "done", None
+    session.spent = {}
     try:
         with warnings.catch_warnings():
             # Rivals warn of what they deprecate; a record is no place to act on it.
@@ -99,4 +100,6 @@ def _run_section(session: Session, name: str) -> None:
     except Exception as error:  # the others go on
         status, reason = "failed", reason_of(error)
     session.release()
-    session.add({**about, "seconds": round(time.monotonic() - start, 3), "status": status, "reason": reason})
+    spent = {on: round(seconds, 3) for on, seconds in session.spent.items()}
+    seconds = round(time.monotonic() - start, 3)
+    session.add({**about, "seconds": seconds, "spent": spent, "status": status, "reason": reason})

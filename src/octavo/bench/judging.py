@@ -41,6 +41,15 @@ def _find(rows: Sequence[Row], kind: str, **fields: Any) -> Row | None:
     return next((row for row in found if row["status"] == "measured"), found[0] if found else None)
 
 
+def _find_linear(rows: Sequence[Row], rival: str, shape: tuple[int, int, int]) -> Row | None:
+    """The row of a rival; where its whole shape was left out, the row that says why."""
+    row = _find(rows, "linear", rival=rival, shape=list(shape))
+    if row is not None:
+        return row
+    whole = _find(rows, "linear", rival="bf16", shape=list(shape))
+    return whole if whole is not None and whole["status"] == "skipped" else None
+
+
 def _lack(row: Row | None, name: str) -> str | None:
     """Why a row has no figure; None if it has."""
     if row is None:
@@ -84,7 +93,7 @@ class LinearTime:
 
     def __call__(self, rows: Sequence[Row]) -> Verdict:
         """Against `target_ms`, which its row has from the same run."""
-        row = _find(rows, "linear", rival=self.rival, shape=list(self.shape))
+        row = _find_linear(rows, self.rival, self.shape)
         if (lack := _lack(row, self.rival)) is not None or row is None:
             return _not_measured(lack or "")
         target = row.get("target_ms")
@@ -105,7 +114,7 @@ class BeatsPeer:
 
     def __call__(self, rows: Sequence[Row]) -> Verdict:
         """Two figures of one method; for a peer measured by its kernels the rival has such a row too."""
-        peer = _find(rows, "linear", rival=self.peer, shape=list(self.shape))
+        peer = _find_linear(rows, self.peer, self.shape)
         if (lack := _lack(peer, self.peer)) is not None or peer is None:
             return _not_measured(lack or "")
         for key in (self.rival, f"{self.rival}-kernels"):

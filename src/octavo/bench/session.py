@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
@@ -37,7 +38,8 @@ class Session:
         host_timer: of host time.
         rounds, dropped: of interleaved measurements.
         not_capturable: rivals whose capture has failed; it is not tried again.
-        costs: seconds that a kind of training took, to tell whether another one fits.
+        costs: seconds that a kind of training, or of building a layer, took, to tell whether another one fits.
+        spent: seconds of the present section, by what they went into.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Session:
         self.cache_bytes = l2_bytes(self.device)
         self.not_capturable: set[str] = set()
         self.costs: dict[tuple[str, str], float] = {}
+        self.spent: dict[str, float] = {}
         self._watch = watch
 
     @property
@@ -73,6 +76,15 @@ class Session:
         """Wait for the device."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def spending(self, on: str) -> Iterator[None]:
+        """Count the seconds inside as spent on something, failed or not."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent[on] = self.spent.get(on, 0.0) + time.monotonic() - start
 
     def add(self, row: Row) -> None:
         """Record a row and tell whoever watches."""

@@ -134,10 +134,27 @@ class HostTimer:
         return measure
 
 
-def interleaved(measures: Mapping[str, Measure], rounds: int, dropped: int = 2) -> dict[str, Timing]:
-    """`rounds` measurements of each, all taking turns, after `dropped` rounds that do not count."""
+# A median and its spread need this many samples, whatever they cost.
+LEAST_ROUNDS = 5
+
+
+def interleaved(
+    measures: Mapping[str, Measure],
+    rounds: int,
+    dropped: int = 2,
+    budget_s: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[str, Timing]:
+    """`rounds` measurements of each, all taking turns, after `dropped` rounds that do not count.
+
+    With a budget no round begins after so many seconds, once there are `LEAST_ROUNDS` that count: what is slow is
+    measured less often.
+    """
     samples: dict[str, list[float]] = {name: [] for name in measures}
+    start = clock()
     for turn in range(dropped + rounds):
+        if budget_s is not None and turn >= dropped + LEAST_ROUNDS and clock() - start >= budget_s:
+            break
         for name, measure in measures.items():
             seconds = measure()
             if turn >= dropped:

@@ -25,11 +25,13 @@ COPIES = ("copy", "copy again")  # the same thing twice: what differs is noise
 
 def measure_casts(session: Session) -> None:
     """Rows `cast`: each cast of each shape, the copy of the same matrix beside it, taking turns."""
-    measure_copy(session)
+    with session.spending("copy"):
+        measure_copy(session)
     for shape in session.shapes.casts:
         if session.fits({"kind": "cast", "name": "delayed", "shape": list(shape)}):
-            _measure_shape(session, shape)
-            session.release()
+            with session.spending("casts"):
+                _measure_shape(session, shape)
+                session.release()
 
 
 def _measure_shape(session: Session, shape: tuple[int, int]) -> None:

@@ -24,12 +24,14 @@ Product = Callable[[Tensor, Tensor], Call]
 
 def measure_ceilings(session: Session) -> None:
     """Rows `ceiling`: the rate of copying, then of each kind of product at each shape."""
-    measure_copy(session)
+    with session.spending("copy"):
+        measure_copy(session)
     for shape in session.shapes.matmuls:
         if not session.fits({"kind": "ceiling", "name": "bf16", "shape": list(shape)}):
             continue
-        _measure_products(session, shape)
-        session.release()
+        with session.spending("products"):
+            _measure_products(session, shape)
+            session.release()
 
 
 def measure_copy(session: Session) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from octavo.bench.cases.linear import linear_of
+from octavo.bench.cases.linear import linear_of, seconds_to_build
 from octavo.bench.record import Row
 from octavo.bench.rivals import Built, Rival, host_rivals
 from octavo.bench.session import Session
@@ -13,6 +13,8 @@ from octavo.bench.timing import Call, Measure, interleaved
 
 FORWARD, BOTH = "forward", "forward+backward"
 _WARM_UP_CALLS = 10
+# Rounds take about so long; one of all rivals takes half a second on a slow host.
+_MEASURING_S = 4.0
 
 
 def measure_host(session: Session) -> None:
@@ -29,14 +31,16 @@ def measure_host(session: Session) -> None:
         about |= {"recipe": rival.recipe, "method": session.host_timer.method}
         if rival.reason is not None:
             session.skipped(about, rival.reason)
-        elif session.fits(about, 12.0 if rival.key.endswith("-compiled") else 0.0):
+        elif session.fits(about, seconds_to_build(session, rival.library) if rival.key.endswith("-compiled") else 0.0):
             try:
-                for which, call in _calls(rival, linear_of(weight), x, dy).items():
-                    measures[f"{rival.key} {which}"] = session.host_timer.prepare([call])
-                    abouts[f"{rival.key} {which}"] = about | {"pass": which}
+                with session.spending(rival.library):
+                    for which, call in _calls(rival, linear_of(weight), x, dy).items():
+                        measures[f"{rival.key} {which}"] = session.host_timer.prepare([call])
+                        abouts[f"{rival.key} {which}"] = about | {"pass": which}
             except Exception as error:  # whatever a rival raises is a finding
                 session.failed(about, error)
-    timings = interleaved(measures, session.rounds, session.dropped)
+    with session.spending("measuring"):
+        timings = interleaved(measures, session.rounds, session.dropped, _MEASURING_S if session.on_gpu else None)
     for name, timing in timings.items():
         reference = timings.get(f"bf16 {abouts[name]['pass']}")
         ratio = None if reference is None else timing.median / reference.median

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.bench.cases.ceilings import measure_copy, scaled_mm_call
+from octavo.bench.cases.steps import load_compiler
 from octavo.bench.cuda_graphs import KernelTimer, num_sets
 from octavo.bench.derived import restated
 from octavo.bench.operands import Cast, current_cast, rowwise_cast
@@ -21,8 +23,12 @@ from octavo.bench.timing import Call, Measure, Timer, Timing, interleaved
 # The three products alone, by the granularity of their scales.
 PRODUCTS: dict[str, Callable[[bool], Cast]] = {"gemms": current_cast, "gemms-rowwise": lambda gradient: rowwise_cast()}
 _WARM_UP_STEPS = 3
-# Building a torchao layer compiles it.
-_SECONDS = {"torchao": 12.0}
+# Building a torchao layer compiles it: about so long, until one has been built in this run.
+_SECONDS = {"torchao": 8.0}
+# The rounds of one shape take about so long: 5.5 ms, at 17 rivals and four calls each, would take 5 s for 12 rounds.
+_MEASURING_S = 2.0
+# Of the time, the first shape gets more: peers are loaded there, and caches are cold.
+_FIRST_WEIGHT = 3.0
 
 
 class Prepared(NamedTuple):
@@ -47,12 +53,22 @@ class Data(NamedTuple):
 
 def measure_linears(session: Session) -> None:
     """Rows `linear`: every rival at every shape."""
-    measure_copy(session)
+    with session.spending("copy"):
+        measure_copy(session)
     rivals = linear_rivals(session.device)
-    for shape in session.shapes.linears:
-        if session.fits({"kind": "linear", "rival": "bf16", "shape": list(shape)}, 5.0 if session.on_gpu else 0.0):
-            _measure_shape(session, shape, rivals)
-            session.release()
+    if any(rival.library == "torchao" and rival.reason is None for rival in rivals):
+        with session.spending("compiler"):
+            load_compiler(session.device)
+    shapes = session.shapes.linears
+    for place, shape in enumerate(shapes):
+        # Each shape has its share of the time, so that none is left out whole for what others compile.
+        session.deadline.begin(_FIRST_WEIGHT if place == 0 else 1.0, [1.0] * (len(shapes) - place - 1))
+        try:
+            if session.fits({"kind": "linear", "rival": "bf16", "shape": list(shape)}, 5.0 if session.on_gpu else 0.0):
+                _measure_shape(session, shape, rivals)
+                session.release()
+        finally:
+            session.deadline.end()
 
 
 def make_data(shape: Shape, sets: int, device: torch.device) -> Data:
@@ -70,8 +86,31 @@ def _measure_shape(session: Session, shape: Shape, rivals: list[Rival]) -> None:
     sets = num_sets(2 * m * (k + n), session.cache_bytes)
     data = make_data(shape, sets, session.device)
     prepared: dict[str, Prepared] = {}
+    with session.spending("products alone"):
+        _prepare_products(session, shape, data, prepared)
+    for rival in rivals:
+        about = {"kind": "linear", "shape": list(shape), "rival": rival.key, "sets": sets}
+        about |= {"library": rival.library, "recipe": rival.recipe}
+        if rival.reason is not None:
+            session.skipped(about, rival.reason)
+        elif session.fits(about, seconds_to_build(session, rival.library) if rival.library == "torchao" else 0.0):
+            with session.spending(rival.library):
+                _prepare(session, rival, data, about, prepared)
+    with session.spending("measuring"):
+        timings = _interleaved(session, prepared)
+        if any(one.about["method"] == KernelTimer.method for one in prepared.values()):
+            _add_kernel_twins(session, prepared, timings)
+    rows = [prepared[name].about | {"status": MEASURED} | timing.row() for name, timing in timings.items()]
+    kept = [row for row in session.record.rows if row["kind"] in ("ceiling", "cast")]
+    for row in restated([*kept, *rows])[len(kept) :]:
+        session.measured(row, {})
+
+
+def _prepare_products(session: Session, shape: Shape, data: Data, prepared: dict[str, Prepared]) -> None:
+    """The three products alone, of each kind."""
     for name, cast in PRODUCTS.items():
-        about = {"kind": "linear", "shape": list(shape), "rival": name, "library": "torch", "recipe": "", "sets": sets}
+        about: Row = {"kind": "linear", "shape": list(shape), "rival": name, "library": "torch", "recipe": ""}
+        about["sets"] = len(data.inputs)
         try:
             calls = _product_calls(data, cast)
             for call in calls:
@@ -80,23 +119,15 @@ def _measure_shape(session: Session, shape: Shape, rivals: list[Rival]) -> None:
             prepared[name] = Prepared(session.timer.prepare(calls), about | method, calls)
         except Exception as error:  # a kind of product that torch refuses here
             session.skipped(about, reason_of(error))
-    for rival in rivals:
-        about = {"kind": "linear", "shape": list(shape), "rival": rival.key, "sets": sets}
-        about |= {"library": rival.library, "recipe": rival.recipe}
-        if rival.reason is not None:
-            session.skipped(about, rival.reason)
-        elif session.fits(about, _SECONDS.get(rival.library, 0.0)):
-            _prepare(session, rival, data, about, prepared)
-    timings = _interleaved(session, prepared)
-    if any(one.about["method"] == KernelTimer.method for one in prepared.values()):
-        _add_kernel_twins(session, prepared, timings)
-    rows = [prepared[name].about | {"status": MEASURED} | timing.row() for name, timing in timings.items()]
-    kept = [row for row in session.record.rows if row["kind"] in ("ceiling", "cast")]
-    for row in restated([*kept, *rows])[len(kept) :]:
-        session.measured(row, {})
+
+
+def seconds_to_build(session: Session, library: str) -> float:
+    """About how long a compiled layer of a library takes until it is measured: as long as the last one took."""
+    return session.costs.get(("layer", library), _SECONDS.get(library, 0.0)) + _MEASURING_S
 
 
 def _prepare(session: Session, rival: Rival, data: Data, about: Row, prepared: dict[str, Prepared]) -> None:
+    start = time.monotonic()
     try:
         built = rival.build(linear_of(data.weight))
         calls = step_calls(built, data)
@@ -106,7 +137,9 @@ def _prepare(session: Session, rival: Rival, data: Data, about: Row, prepared: d
             built.settle()
         measure, method = _timer(session, rival.key, built, calls)
         twin = calls if rival.library in ("torch", "octavo") else None
-        prepared[rival.key] = Prepared(measure, about | {"method": method}, built, twin)
+        spent = time.monotonic() - start
+        session.costs["layer", rival.library] = spent
+        prepared[rival.key] = Prepared(measure, about | {"method": method, "build_s": round(spent, 3)}, built, twin)
     except Exception as error:  # whatever a rival raises is a finding
         session.failed(about, error)
 
@@ -157,7 +190,7 @@ def _interleaved(session: Session, prepared: dict[str, Prepared]) -> dict[str, T
     """Graphs take turns with one another. What is measured by its kernels comes after: a profiler slows the rest."""
     by_kernels = {name for name, one in prepared.items() if one.about["method"] == KernelTimer.method}
     together = {name: one.measure for name, one in prepared.items() if name not in by_kernels}
-    timings = interleaved(together, session.rounds, session.dropped)
+    timings = interleaved(together, session.rounds, session.dropped, _MEASURING_S if session.on_gpu else None)
     for name in sorted(by_kernels):
         timings |= interleaved({name: prepared[name].measure}, 3, 1)
     return timings

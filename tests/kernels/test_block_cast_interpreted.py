@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.formats.edge_values import edge_matrix
+from tests.kernels.agreement import assert_same
 from tests.kernels.interpreting import (
-    assert_same,
     compiled_only,
     exact_conversions,
     interpreted,

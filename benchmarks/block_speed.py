@@ -1,0 +1,92 @@
+"""GPU time of BlockScaling: a Linear beside BF16 and one scale a tensor, and its casts alone. For `check_blocks.py`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from benchmarks.kernel_speed import graph_seconds
+from torch import Tensor
+
+import octavo
+from octavo.formats import E4M3
+from octavo.kernels import ScaleRule
+from octavo.kernels.block_cast import block_cast, triton_kernel
+from octavo.kernels.scaled_mm import scaled_mm
+from octavo.recipes import BlockScaling, CurrentScaling, Recipe
+from octavo.scaling import BLOCK_1X128, BLOCK_128X128
+
+Result = dict[str, Any]
+POWER_OF_TWO = ScaleRule(power_of_two=True)
+
+
+def time_linear(m: int, k: int, n: int) -> Result:
+    """GPU time (graph replay, taking turns) of forward and backward, bias off: bf16, one scale a tensor, blocks."""
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+    names: dict[str, Recipe | None] = {"bf16": None, "current": CurrentScaling(), "block": BlockScaling()}
+    measures, layers = {}, []  # a captured graph does not keep the layers
+    for name, recipe in names.items():
+        layer = octavo.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16, recipe=recipe)
+        layers.append(layer)
+        measures[name] = graph_seconds(lambda layer=layer: torch.autograd.grad(layer(x), [x, layer.weight], dy), 3)
+    measures |= parts(x.detach(), layers[-1].weight.detach(), dy)
+    samples: dict[str, list[float]] = {name: [] for name in measures}
+    for _ in range(8):
+        for name, measure in measures.items():
+            samples[name].append(measure())
+    result = {f"{name}_ms": round(statistics.median(seconds[1:]) * 1e3, 4) for name, seconds in samples.items()}
+    elements = x.numel() + dy.numel() + k * n
+    return result | {
+        "ok": True,
+        "speedup": round(result["bf16_ms"] / result["block_ms"], 3),
+        "casts_tb_per_s": round(4 * elements / (result["casts_ms"] * 1e-3) / 1e12, 3),
+    }
+
+
+def parts(x: Tensor, weight: Tensor, dy: Tensor) -> dict[str, Callable[[], float]]:
+    """The casts alone, and the three products alone."""
+
+    def casts() -> list[Any]:
+        pairs = ((x, BLOCK_1X128), (weight, BLOCK_128X128), (dy, BLOCK_1X128))
+        return [block_cast(one, E4M3, blocks, POWER_OF_TWO, inf_to_nan=one is dy) for one, blocks in pairs]
+
+    made = casts()
+
+    def products() -> None:
+        cx, cw, cdy = made
+        scaled_mm(cx[0], cw[0], cx[1], cw[1])
+        scaled_mm(cdy[0], cw[2], cdy[1], cw[3])
+        scaled_mm(cdy[2], cx[2], cdy[3], cx[3])
+
+    return {"casts": graph_seconds(casts, 3), "products": graph_seconds(products, 3)}
+
+
+def time_casts(warps: int) -> Result:
+    """TB/s of one cast of 16384 x 8192 with so many warps a program, and copy's beside it."""
+    x = torch.randn(16384, 8192, device="cuda").bfloat16()
+    target, before = torch.empty_like(x), triton_kernel.WARPS
+    triton_kernel.WARPS = dict.fromkeys(before, warps)
+    try:
+        measures = {
+            "copy": graph_seconds(lambda: target.copy_(x)),
+            "1x128": graph_seconds(lambda: block_cast(x, E4M3, BLOCK_1X128, POWER_OF_TWO)),
+            "gradient": graph_seconds(
+                lambda: block_cast(x, E4M3, BLOCK_1X128, POWER_OF_TWO, inf_to_nan=True, column_sum=True)
+            ),
+            "codes only": graph_seconds(lambda: block_cast(x, E4M3, BLOCK_1X128, POWER_OF_TWO, True, False)),
+            "128x128": graph_seconds(lambda: block_cast(x, E4M3, BLOCK_128X128, POWER_OF_TWO)),
+        }
+    finally:
+        triton_kernel.WARPS = before
+    samples: dict[str, list[float]] = {name: [] for name in measures}
+    for _ in range(8):
+        for name, measure in measures.items():
+            samples[name].append(measure())
+    figures = {}
+    for name, seconds in samples.items():
+        moved = (3 if name == "codes only" else 4) * x.numel()
+        figures[name] = round(moved / statistics.median(seconds[1:]) / 1e12, 3)
+    return figures | {"ok": True}

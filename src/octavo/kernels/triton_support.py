@@ -54,9 +54,9 @@ runs_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def one_column_reasons(x: Tensor) -> list[str]:
     """Why casts of a matrix of one column are left to the reference.
 
-    Triton makes a constant of an integer argument that is 1. With that, all but one of the values that a thread converts
-    are a constant 0, and ptxas 12.8 (Triton 3.6) then puts what a register held before in the place of their codes, though
-    the PTX is right (seen on an H200: check_kernels.py, shapes [257, 1] and [1, 1]).
+    Triton makes a constant of an integer argument that is 1. With that, all but one of the values that a thread
+    converts are a constant 0, and ptxas 12.8 (Triton 3.6) then puts what a register held before in the place of their
+    codes, though the PTX is right (seen on an H200: check_kernels.py, shapes [257, 1] and [1, 1]).
     """
     return ["a matrix of one column: ptxas 12.8 miscompiles the conversion"] if x.shape[1] == 1 else []
 

@@ -178,5 +178,7 @@ def _took_part(operands: list[OperandState], last: Tensor) -> list[bool]:
 
 def _apart(values: Tensor) -> tuple[Tensor, ...]:
     """A vector [n] as n scalars that lie 16 bytes apart, as cuBLASLt wants the scale of an operand."""
-    spread = torch.nn.functional.pad(values.unsqueeze(1), (0, SCALE_ALIGNMENT // values.element_size() - 1))
-    return spread[:, 0].unbind()
+    gap = SCALE_ALIGNMENT // values.element_size()
+    if values.stride(0) % gap:
+        values = torch.nn.functional.pad(values.unsqueeze(1), (0, gap - 1))[:, 0]
+    return values.unbind()

@@ -12,7 +12,11 @@ from torch import Tensor
 
 from octavo.kernels.delayed_update.reference import delayed_update_reference
 from octavo.kernels.library import register
+from octavo.kernels.triton_support import device_reasons, uses_triton
 from octavo.scaling import AmaxComputeAlgo
+
+# One program holds a window.
+LONGEST_WINDOW = 1 << 14
 
 
 def delayed_update(
@@ -30,11 +34,30 @@ def delayed_update(
         format_max: M of the operands' format.
         margin: headroom of 2^margin.
         algorithm: "max", "most_recent", or a function of one window.
+
+    Returns:
+        new tensors; the scales may lie apart in memory.
     """
     if torch.compiler.is_compiling() and isinstance(algorithm, str):
         history, scale = _operator(history, scale, last, format_max, margin, algorithm)
         return history, scale
+    if uses_triton(history) and not unsupported_reasons(history, algorithm):
+        from octavo.kernels.delayed_update.triton_kernel import delayed_update_triton
+
+        return delayed_update_triton(history, scale, last, format_max, margin, str(algorithm))
     return delayed_update_reference(history, scale, last, format_max, margin, algorithm)
+
+
+def unsupported_reasons(history: Tensor, algorithm: AmaxComputeAlgo) -> list[str]:
+    """Why the Triton twin does not run for this call; then the PyTorch reference does."""
+    reasons = device_reasons(history.device)
+    if not isinstance(algorithm, str):
+        reasons.append("the amax is chosen by a function of the user's")
+    if history.shape[0] == 0 or history.shape[1] > LONGEST_WINDOW:
+        reasons.append(
+            f"{history.shape[0]} windows of {history.shape[1]}: it takes 1 or more, up to {LONGEST_WINDOW} long"
+        )
+    return reasons
 
 
 def _checked(
@@ -61,4 +84,4 @@ _operator = register(
     ),
 )
 
-__all__ = ["delayed_update", "delayed_update_reference"]
+__all__ = ["delayed_update", "delayed_update_reference", "unsupported_reasons"]

@@ -1,4 +1,4 @@
-"""delayed_update in plain PyTorch: the definition, and for now the only implementation."""
+"""delayed_update in plain PyTorch: the definition."""
 
 from __future__ import annotations
 

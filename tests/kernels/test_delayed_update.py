@@ -1,0 +1,73 @@
+"""delayed_update: the Triton twin against the reference, bit for bit; what falls back, and why."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.kernels.interpreting import compiled_only, interpreted, run_interpreted, silent
+from torch import Tensor
+
+from octavo.kernels.delayed_update import delayed_update, delayed_update_reference, unsupported_reasons
+
+pytest.importorskip("triton")
+
+LENGTHS = [1, 2, 3, 16, 100, 1024]
+LASTS = [0.0, 1.0, 3.5, 1e-30, 3e38, math.inf, math.nan, 5e-324]
+
+
+def operands(length: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    """(history, scale, last): every kind of newest amax, over pasts of numbers, of zeros, with inf and with NaN."""
+    pasts = [torch.rand(length) * 10, torch.zeros(length), torch.rand(length), torch.rand(length)]
+    pasts[2][-1], pasts[3][length // 2] = math.inf, math.nan
+    rows = [past for past in pasts for _ in LASTS]
+    history, last = torch.stack(rows), torch.tensor(LASTS * len(pasts))
+    return history.to(device), (torch.rand(len(rows)) + 0.1).to(device), last.to(device)
+
+
+def agree(length: int, device: str, strided: bool) -> None:
+    from octavo.kernels.delayed_update.triton_kernel import delayed_update_triton
+
+    history, scale, last = operands(length, device)
+    given = torch.stack([scale] * 4, 1)[:, 0] if strided else scale
+    before = history.clone()
+    for algorithm in ("max", "most_recent"):
+        for margin, largest in ((0, 448.0), (3, 57344.0), (-2, 448.0)):
+            expected = delayed_update_reference(history, scale, last, largest, margin, algorithm)  # type: ignore[arg-type]
+            found = delayed_update_triton(history, given, last, largest, margin, algorithm)
+            for a, b in zip(found, expected, strict=True):
+                assert torch.equal(a.contiguous().view(torch.int32), b.view(torch.int32))
+            assert found[1].stride(0) * found[1].element_size() == 16
+    assert torch.equal(history.view(torch.int32), before.view(torch.int32)), "nothing is written in place"
+
+
+@silent
+@interpreted
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_interpreted_it_is_the_reference_to_the_bit(length: int, strided: bool) -> None:
+    agree(length, "cpu", strided)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_on_a_gpu_it_is_the_reference_to_the_bit(length: int, strided: bool) -> None:
+    agree(length, "cuda", strided)
+
+
+@compiled_only
+def test_the_interpreted_tests_pass() -> None:
+    run_interpreted(__file__)
+
+
+def test_what_the_reference_takes_over_is_said() -> None:
+    history = torch.zeros(2, 4)
+    assert "function" in unsupported_reasons(history, lambda window: window.max())[-1]
+    assert "0 windows" in unsupported_reasons(history[:0], "max")[-1]
+    assert "16385" in unsupported_reasons(torch.zeros(1, 16385), "max")[-1]
+    assert unsupported_reasons(history, "max") == ["the tensor is on cpu: Triton kernels need a CUDA device"]
+    new_history, scale = delayed_update(history, torch.ones(2), torch.tensor([2.0, 0.0]), 448.0, 0, "max")
+    assert new_history.tolist() == [[0, 0, 0, 2], [0, 0, 0, 0]]
+    assert scale.tolist() == [torch.tensor(2.0).div(448).item(), 1.0]

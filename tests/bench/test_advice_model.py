@@ -207,6 +207,16 @@ def test_a_config_without_a_class_and_a_file_alone_work(folder: Path) -> None:
     assert answer.layers[-1].name == "lm_head"
 
 
+def test_a_model_without_fused_attention_says_so_and_keeps_its_matrices(folder: Path) -> None:
+    config = GPT2 | {"model_type": "openai-gpt", "architectures": ["OpenAIGPTLMHeadModel"], "n_layer": 1}
+    source = written(folder, config | {"n_positions": 512})
+    answer = advice(source, "delayed", batch=1, sequence=512)
+    assert any("no fused attention for this model" in sentence for sentence in answer.sentences)
+    # At the least the probabilities, 4 heads of 512 x 512 in float32.
+    assert dict(of(answer, "bf16").items)["activations"] > 4 * 512 * 512 * 4
+    assert not any("fused" in sentence for sentence in advice(written(folder, GPT2), batch=1).sentences)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

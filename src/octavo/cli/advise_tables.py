@@ -50,9 +50,9 @@ def model_tables(answer: ModelAdvice) -> RenderableType:
 def _layers(answer: ModelAdvice) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     recipes = list(answer.fp8_ms)
-    table.add_column("Linears", no_wrap=True, min_width=16)
+    table.add_column("Linears", min_width=16, overflow="fold")
     for name in ("count", "in", "out", "tokens", *recipes):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     explained = any(group.reason for group in answer.layers)
     if explained:
         table.add_column("stays in BF16, why")

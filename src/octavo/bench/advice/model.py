@@ -156,7 +156,7 @@ def _kept(described: Described, question: Question, fp8: Mapping[int, object]) -
     try:
         return kept_by(described.model, lambda: described.forward(question.batch), question.precision, fp8)  # type: ignore[arg-type]
     except Exception as error:  # whatever a forward of somebody else's does that shapes alone do not allow
-        first = str(error).strip().splitlines() or [type(error).__name__]
+        first = f"{type(error).__name__}: {error}".strip().splitlines()
         raise AdviceError(
             f"--model {described.name}: its forward does not run on shapes alone ({first[0][:200]}); ask layer by layer"
             " with --tokens, --in and --out"

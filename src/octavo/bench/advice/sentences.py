@@ -45,6 +45,8 @@ def sentences_about(
     yield from _parameters(described, layers, best)
     yield from _odd(layers)
     yield from _memory(memory, card)
+    if described.remark:
+        yield described.remark
     if precision == "bf16":
         yield (
             "bf16 parameters have no float32 masters: an update smaller than 1/256 of a weight is lost, with FP8 as"

@@ -22,6 +22,9 @@ from torch import Tensor, nn
 from octavo.bench.advice.error import AdviceError
 
 DEFAULT_SEQUENCE = 2048
+_NOT_FUSED = (
+    "transformers has no fused attention for this model: what attention keeps is counted as its eager code keeps it."
+)
 _LABELS_OF_TOKENS = re.compile(r"LMHead|CausalLM|MaskedLM|ConditionalGeneration|TokenClassification")
 _LABELS_OF_SAMPLES = re.compile(r"ImageClassification|SequenceClassification")
 
@@ -37,6 +40,7 @@ class Described:
         forward: of the number of samples; runs the model and its loss.
         embeddings: ids of the weights that are looked up, not multiplied.
         head: id of the output layer's weight, or None.
+        remark: what the reader should know of how it was built; may be empty.
     """
 
     name: str
@@ -45,6 +49,7 @@ class Described:
     forward: Callable[[int], object]
     embeddings: frozenset[int]
     head: int | None
+    remark: str = ""
 
 
 @contextlib.contextmanager
@@ -103,7 +108,7 @@ def _of_transformers(source: str, config: dict[str, Any], sequence: int | None) 
     try:
         settings = transformers.AutoConfig.for_model(kind, **rest)
         settings.use_cache = False
-        model = _built(transformers, settings)
+        model, remark = _built(transformers, settings)
     except Exception as error:  # whatever a class of somebody else's raises for a config that does not fit it
         own = "; its own code (auto_map) is not run" if "auto_map" in config else ""
         raise AdviceError(
@@ -116,28 +121,39 @@ def _of_transformers(source: str, config: dict[str, Any], sequence: int | None) 
             raise AdviceError(
                 f"--sequence {sequence}: {source} takes images, whose size says how many tokens there are"
             )
-        return _described(source, model, None, _image_arguments(settings))
+        return _described(source, model, None, _image_arguments(settings), remark)
     if not hasattr(text, "vocab_size") or model.main_input_name in ("input_features", "input_values"):
         raise AdviceError(f"--model {source}: its input is {model.main_input_name!r}; advice knows tokens and images")
-    context = getattr(text, "max_position_embeddings", None)
+    stated = getattr(text, "max_position_embeddings", None)
+    context = stated if isinstance(stated, int) and stated > 0 else None  # XLNet has -1, for any length
     length = sequence or min(context or DEFAULT_SEQUENCE, DEFAULT_SEQUENCE)
-    if isinstance(context, int) and length > context:
+    if context is not None and length > context:
         raise AdviceError(f"--sequence {length}: the context of {source} is {context} tokens; give that or less")
-    return _described(source, model, length, _token_arguments(settings, length))
+    return _described(source, model, length, _token_arguments(settings, length), remark)
 
 
-def _built(transformers: Any, settings: Any) -> nn.Module:
-    """The class that the config names; a causal model or a bare one if it names none."""
-    settings._attn_implementation = "sdpa"
+def _built(transformers: Any, settings: Any) -> tuple[nn.Module, str]:
+    """The class that the config names, a causal model or a bare one if it names none; and a remark on its attention."""
     named = [getattr(transformers, name, None) for name in getattr(settings, "architectures", None) or ()]
-    with torch.device("meta"):
-        if named and named[0] is not None:
-            model: nn.Module = named[0](settings)
-        elif type(settings) in transformers.AutoModelForCausalLM._model_mapping:
-            model = transformers.AutoModelForCausalLM.from_config(settings)
-        else:
-            model = transformers.AutoModel.from_config(settings)
-    return model
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            if named and named[0] is not None:
+                model: nn.Module = named[0](settings)
+            elif type(settings) in transformers.AutoModelForCausalLM._model_mapping:
+                model = transformers.AutoModelForCausalLM.from_config(settings)
+            else:
+                model = transformers.AutoModel.from_config(settings)
+        return model
+
+    settings._attn_implementation = "sdpa"
+    try:
+        return build(), ""
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+    settings._attn_implementation = "eager"
+    return build(), _NOT_FUSED
 
 
 def _token_arguments(settings: Any, length: int) -> Callable[[str, set[str], int], dict[str, Tensor]]:
@@ -169,7 +185,11 @@ def _image_arguments(settings: Any) -> Callable[[str, set[str], int], dict[str, 
 
 
 def _described(
-    source: str, model: Any, length: int | None, arguments: Callable[[str, set[str], int], dict[str, Tensor]]
+    source: str,
+    model: Any,
+    length: int | None,
+    arguments: Callable[[str, set[str], int], dict[str, Tensor]],
+    remark: str,
 ) -> Described:
     known = set(inspect.signature(model.forward).parameters)
 
@@ -182,7 +202,7 @@ def _described(
 
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     head_id = None if head is None or not hasattr(head, "weight") else id(head.weight)
-    return Described(source, model.train(), length, forward, _looked_up(model), head_id)
+    return Described(source, model.train(), length, forward, _looked_up(model), head_id, remark)
 
 
 def _of_timm(name: str, arguments: dict[str, Any], sequence: int | None) -> Described:

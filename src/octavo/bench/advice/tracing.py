@@ -98,7 +98,7 @@ def kept_by(
         fp8: ids of the weights whose layers run in FP8, and their scales.
     """
     tracing = _Tracing(model, precision, fp8 or {})
-    with torch.autograd.graph.saved_tensors_hooks(tracing.count, lambda packed: packed), tracing:
+    with torch.autograd.graph.saved_tensors_hooks(tracing.count, lambda packed: packed), torch.device("meta"), tracing:
         forward()
     return tracing.kept
 

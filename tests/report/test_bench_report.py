@@ -17,7 +17,7 @@ from octavo.bench import with_targets
 from octavo.report import bench_charts, bench_tables
 from octavo.report.bench_page import build_bench, render_bench
 from octavo.report.bench_rivals import best_peer, look
-from octavo.report.bench_sections import bench_sections, sentences, verdict_words
+from octavo.report.bench_sections import bench_sections, sections_table, sentences, verdict_words
 from octavo.report.bench_terminal import bench_summary
 from octavo.report.record import Record
 from octavo.report.tables import Table
@@ -121,8 +121,8 @@ def test_the_answer_says_how_many_targets_passed_and_names_each_that_was_missed(
     assert "Linear 8192, 768, 3072, current: 5.8 ms, 1.036 of the 5.6 ms asked" in words[1]
 
 
-def printed(rows: list[dict[str, Any]]) -> str:
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+def printed(rows: list[dict[str, Any]], width: int = 200) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
     console.print(bench_summary(rows))
     console.file.close()
     return console.export_text()
@@ -135,6 +135,43 @@ def test_the_terminal_ends_with_the_targets() -> None:
     assert places == sorted(places)
     assert text.rstrip().endswith("not measured here.")
     assert "needs fused layers: not measured here" in text
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_target_is_a_line_with_its_verdict_and_below_what_was_measured(width: int) -> None:
+    text = printed(whole(), width)
+    lines = [line.rstrip() for line in text.splitlines()]
+    judged = [row for row in whole() if row["kind"] == "target" and row["verdict"] in ("pass", "miss")]
+    assert len(judged) > 5
+    for row in judged:
+        mark = {"pass": "✓ pass", "miss": "✗ miss"}[row["verdict"]]
+        place = lines.index(f"{mark} {row['what']}: {row['target']}")
+        assert lines[place + 1].startswith(f"       {row['measured'][:20]}")
+
+
+def test_targets_that_were_not_measured_stand_together_by_reason() -> None:
+    lines = [line.rstrip() for line in printed(whole(), 120).splitlines()]
+    assert lines.count("needs fused layers: not measured here") == 1
+    place = lines.index("needs fused layers: not measured here")
+    assert lines[place + 1] == "  ViT-Huge step, fused layers: ≥ 1.30x BF16 compiled, ≥ 1.55x eager"
+    told = next(line for line in lines if line.startswith("· told"))
+    assert told == "· told ViT-Huge, largest batch in 20 GiB: told"
+
+
+def test_the_time_of_sections_and_what_it_went_into_is_shown() -> None:
+    assert "Time: casts 12.5 s, steps 12.5 s." in printed(whole()).replace("\u00a0", " ")
+    spent = {"spent": {"te": 2.0, "torchao": 9.25, "copy": 0.0, "broken": None}}
+    table = sections_table(Record([made.section("linear") | spent, made.section("steps")]))
+    shown = cells(table)
+    assert shown["linear"]["Spent on"] == "torchao 9.25 s, te 2.00 s"
+    assert shown["steps"]["Spent on"] == "—"
+
+
+def test_the_ceilings_of_copying_say_how_much_was_copied() -> None:
+    small = {"kind": "ceiling", "name": "copy", "shape": [64 << 20], "per_s": 3e12, "unit": "B/s"}
+    table = bench_tables.ceilings_table(Record([*made.whole(), small]))
+    shown = [cell.text.replace("\u00a0", " ") for row in table.rows for cell in row]
+    assert {"1.00 GiB", "64.0 MiB"} <= set(shown)
 
 
 def test_where_fp8_is_emulated_the_terminal_says_so_first_and_judges_nothing() -> None:

@@ -23,6 +23,7 @@ PROTOCOL = {
     "data": "N(0, 1), inputs take turns so that all of them together are at least twice the L2 cache",
     "gpu_time": "CUDA-graph replays, rivals taking turns, first rounds dropped, median of the rest; where a call cannot"
     " be captured the sum of its kernels' times, marked in its row",
+    "copy": "matrices of BF16 at several sizes, all larger than the L2 cache; the fastest is the ceiling",
     "linear": "forward and backward by torch.autograd.grad, bias off, bf16 parameters; of delayed scaling without the"
     " update of scales, which is one for a whole model and step",
     "host_time": "time until the calls return, the queue empty before, gradients set to None in each call",

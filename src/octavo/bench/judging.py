@@ -50,6 +50,15 @@ def _find_linear(rows: Sequence[Row], rival: str, shape: tuple[int, int, int]) -
     return whole if whole is not None and whole["status"] == "skipped" else None
 
 
+def _subject(row: Row | None, rival: str) -> str:
+    """What lacks: the rival, or its whole shape."""
+    return rival if row is None or row["rival"] == rival else f"Linear {_extents(row)}"
+
+
+def _extents(row: Row) -> str:
+    return " x ".join(str(extent) for extent in row["shape"])
+
+
 def _lack(row: Row | None, name: str) -> str | None:
     """Why a row has no figure; None if it has."""
     if row is None:
@@ -80,10 +89,6 @@ class CastRate:
         return Verdict(words, _verdict(share >= self.least), f"of a copy of the same matrix: {', '.join(beside)}")
 
 
-def _extents(row: Row) -> str:
-    return " x ".join(str(extent) for extent in row["shape"])
-
-
 @dataclass(frozen=True)
 class LinearTime:
     """A Linear takes no longer than its products alone and its casts at 1 / 1.12 of copy's rate."""
@@ -94,7 +99,7 @@ class LinearTime:
     def __call__(self, rows: Sequence[Row]) -> Verdict:
         """Against `target_ms`, which its row has from the same run."""
         row = _find_linear(rows, self.rival, self.shape)
-        if (lack := _lack(row, self.rival)) is not None or row is None:
+        if (lack := _lack(row, _subject(row, self.rival))) is not None or row is None:
             return _not_measured(lack or "")
         target = row.get("target_ms")
         if target is None:
@@ -115,7 +120,7 @@ class BeatsPeer:
     def __call__(self, rows: Sequence[Row]) -> Verdict:
         """Two figures of one method; for a peer measured by its kernels the rival has such a row too."""
         peer = _find_linear(rows, self.peer, self.shape)
-        if (lack := _lack(peer, self.peer)) is not None or peer is None:
+        if (lack := _lack(peer, _subject(peer, self.peer))) is not None or peer is None:
             return _not_measured(lack or "")
         for key in (self.rival, f"{self.rival}-kernels"):
             own = _find(rows, "linear", rival=key, shape=list(self.shape))

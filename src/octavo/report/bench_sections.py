@@ -7,10 +7,10 @@ import shlex
 from octavo.report import bench_charts, bench_tables
 from octavo.report.bench_rivals import grouped, model_name
 from octavo.report.headline import BAD, GOOD, PLAIN, WITHOUT, Sentence, Tile
-from octavo.report.record import Record, number, text
+from octavo.report.record import Record, Row, number, text
 from octavo.report.sections import Section
 from octavo.report.tables import Cell, Column, Table
-from octavo.report.wording import duration, optional
+from octavo.report.wording import ABSENT, duration, optional
 
 TERMS = [
     ("Amax", "The largest absolute value of a tensor. The scale of its cast follows from it."),
@@ -113,15 +113,30 @@ def machine_table(record: Record) -> Table:
     return Table("Machine, versions, method", [Column("", numeric=False), Column("", numeric=False)], rows)
 
 
+def time_words(record: Record) -> str:
+    """How long each section took, in one sentence; empty without sections."""
+    parts = [f"{text(row, 'name')} {duration(number(row, 'seconds') or 0.0)}" for row in record.all("section")]
+    return f"Time: {', '.join(parts)}." if parts else ""
+
+
+def _spent(row: Row) -> str:
+    """What a section's time went into, the longest first."""
+    spent = row.get("spent")
+    if not isinstance(spent, dict):
+        return ABSENT
+    seconds = {str(on): value for on in spent if (value := number(spent, on)) is not None and value >= 0.05}
+    return ", ".join(f"{on} {duration(seconds[on])}" for on in sorted(seconds, key=lambda on: -seconds[on])) or ABSENT
+
+
 def sections_table(record: Record) -> Table:
-    """The sections of the run, and the time each took."""
+    """The sections of the run, the time each took, and what it went into."""
     rows = []
     for row in record.all("section"):
         status = text(row, "status")
-        cells = [Cell(text(row, "name")), Cell(optional(number(row, "seconds"), duration))]
+        cells = [Cell(text(row, "name")), Cell(optional(number(row, "seconds"), duration)), Cell(_spent(row))]
         rows.append([*cells, Cell(status, "" if status == "done" else "bad"), Cell(text(row, "reason"))])
-    columns = [Column("Section", numeric=False), Column("Time"), Column("Status", numeric=False)]
-    return Table("Sections", [*columns, Column("Note", numeric=False)], rows)
+    titles = {"Section": False, "Time": True, "Spent on": False, "Status": False, "Note": False}
+    return Table("Sections", [Column(title, numeric=numeric) for title, numeric in titles.items()], rows)
 
 
 def _section(name: str, title: str, lead: str, charts: list[object], tables: list[Table], absent: str) -> Section:

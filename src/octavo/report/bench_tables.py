@@ -5,7 +5,18 @@ from __future__ import annotations
 from octavo.report.bench_rivals import best_peer, grouped, look, measured, shape_name
 from octavo.report.record import Record, Row, number, text
 from octavo.report.tables import Cell, Column, Table
-from octavo.report.wording import ABSENT, SPACE, decimals, enumeration, optional, percent, rate, ratio, significant
+from octavo.report.wording import (
+    ABSENT,
+    SPACE,
+    decimals,
+    enumeration,
+    optional,
+    percent,
+    rate,
+    ratio,
+    significant,
+    size,
+)
 
 VERDICT_TONES = {"pass": "good", "miss": "bad"}
 _CEILINGS = {
@@ -35,12 +46,19 @@ def ceilings_table(record: Record) -> Table:
     rows = []
     for row in record.all("ceiling"):
         name = Cell(_CEILINGS.get(text(row, "name"), text(row, "name")))
-        shape = shape_name(row) if text(row, "name") != "copy" else f"{text(row, 'shape').strip('[]')} bytes"
+        shape = shape_name(row) if text(row, "name") != "copy" else _size(row)
         value = number(row, "per_s")
         shown = ABSENT if value is None else f"{significant(value / 1e12)}{SPACE}T{text(row, 'unit')}"
         rows.append([name, Cell(shape), Cell(shown), Cell(_spread(row, "ms")), _note(row)])
     columns = [Column("What", numeric=False), Column("Shape M × K × N"), Column("Rate"), *_TIMES, _NOTE]
-    return _with_notes(Table("Ceilings of the device", columns, rows))
+    notes = ["The fastest is the ceiling; of copying, a copy beside a cast may be faster still."] if rows else []
+    return _with_notes(Table("Ceilings of the device", columns, rows, notes))
+
+
+def _size(row: Row) -> str:
+    """What a copy read, in bytes."""
+    shape = row.get("shape")
+    return size(shape[0]) if isinstance(shape, list) and shape and isinstance(shape[0], int) else ABSENT
 
 
 _TIMES = [Column("p10 – p90", "ms")]
@@ -75,7 +93,10 @@ def casts_table(record: Record) -> Table:
         Column("Of a copy of this"),
         _NOTE,
     ]
-    note = "Bytes: 4 an element (2 read, 1 + 1 written), 6 where an amax is measured first. Both layouts, with amax."
+    note = (
+        "Bytes: 4 an element (2 read, 1 + 1 written), 6 where an amax is measured first. Both layouts, with amax."
+        " Of copy: of the ceiling, the fastest copy of the run. Of a copy of this: of the same matrix."
+    )
     return _with_notes(Table("Casts", columns, rows, [note] if rows else []))
 
 

@@ -36,7 +36,7 @@ LINEARS: tuple[Shape, ...] = (
 HOST: Shape = (256, 1024, 1024)
 CAST = (16384, 8192)
 # From the least that no cache holds. One of 1 GiB was seen to be copied at two thirds of the others' rate.
-COPIES = tuple(size << 20 for size in (64, 128, 192, 256, 384, 448, 512))
+COPIES = tuple(size << 20 for size in (64, 128, 192, 256, 320, 384, 512))
 
 FULL = Shapes(
     matmuls=(

@@ -143,6 +143,13 @@ class Recipe:
             raise ValueError(f"{type(self).__name__}: fp8_format is {chosen!r}: expected Format.HYBRID or Format.E4M3")
         return _FORMATS[chosen]
 
+    def _backward(self, override: str | None) -> Literal["fp8", "high_precision"]:
+        if override not in (None, "high_precision", "dequantized"):
+            raise ValueError(f"backward_override is {override!r}: expected None, 'high_precision' or 'dequantized'")
+        if override == "dequantized":
+            self._refuse(backward_override=override)
+        return "fp8" if override is None else "high_precision"
+
     def _refuse(self, **wanted: Any) -> None:
         for name, value in wanted.items():
             if value:
@@ -252,10 +259,6 @@ class Float8CurrentScaling(Recipe):
 
     def translate(self) -> recipes.Recipe:
         """`octavo.recipes.CurrentScaling`."""
-        if self.backward_override not in (None, "high_precision", "dequantized"):
-            raise ValueError(
-                f"backward_override is {self.backward_override!r}: expected None, 'high_precision' or 'dequantized'"
-            )
         params = self._operand()
         native = recipes.CurrentScaling(
             format=self._pair(self.fp8_format),
@@ -266,10 +269,8 @@ class Float8CurrentScaling(Recipe):
                 dgrad=self.fp8_gemm_dgrad.accumulation,
                 wgrad=self.fp8_gemm_wgrad.accumulation,
             ),
-            backward="high_precision" if self.backward_override == "high_precision" else "fp8",
+            backward=self._backward(self.backward_override),
         )
-        if self.backward_override == "dequantized":
-            self._refuse(backward_override=self.backward_override)
         self._refuse(fp8_dpa=self.fp8_dpa, fp8_mha=self.fp8_mha)
         return native
 
@@ -293,7 +294,16 @@ class Float8CurrentScaling(Recipe):
 
 @dataclass
 class Float8BlockScaling(Recipe):
-    """One scale for each block of 128 or 128 x 128; not built yet, so using it raises NotImplementedError."""
+    """One scale for 128 neighbours of inputs and gradients, and for each 128 x 128 of weights.
+
+    Attributes:
+        use_f32_scales: multipliers are not rounded down to powers of two.
+        fp8_format: Format.E4M3; of others the products are emulated.
+        x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1, 2 and 1; others are not built.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: products by block always sum with a split accumulator.
+        fp8_dpa, fp8_mha: FP8 attention: not built.
+        backward_override: None, or "high_precision"; "dequantized" is not built.
+    """
 
     use_f32_scales: bool = False
     fp8_format: Format = Format.E4M3
@@ -311,6 +321,24 @@ class Float8BlockScaling(Recipe):
     def float8_block_scaling(cls) -> bool:
         """True."""
         return True
+
+    def translate(self) -> recipes.Recipe:
+        """`octavo.recipes.BlockScaling`."""
+        for name, built in (("x_block_scaling_dim", 1), ("w_block_scaling_dim", 2), ("grad_block_scaling_dim", 1)):
+            if getattr(self, name) != built:
+                self._refuse(**{name: getattr(self, name)})
+        native = recipes.BlockScaling(
+            format=self._pair(self.fp8_format),
+            power_of_two_scales=not self.use_f32_scales,
+            accumulate=recipes.Accumulate(
+                fprop=self.fp8_gemm_fprop.accumulation,
+                dgrad=self.fp8_gemm_dgrad.accumulation,
+                wgrad=self.fp8_gemm_wgrad.accumulation,
+            ),
+            backward=self._backward(self.backward_override),
+        )
+        self._refuse(fp8_dpa=self.fp8_dpa, fp8_mha=self.fp8_mha)
+        return native
 
 
 @dataclass

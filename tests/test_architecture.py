@@ -150,6 +150,7 @@ LAWFUL: list[tuple[Rule, str, str]] = [
     (collectives_in_distributed, "bench/a.py", "from torch import distributed"),
     (collectives_in_distributed, "runtime/state.py", "'''Not torch.distributed.'''\nimport torch.distributions"),
     (environment_in_cli, "cli/main.py", "import os\nos.environ['A']"),
+    (environment_in_cli, "kernels/compiled.py", "import os\nos.environ.setdefault('A', '1')"),
     (environment_in_cli, "study/a.py", "import os\nos.path.join(environ, 'a')"),
     (telling_names, "kernels/utility_of_rows.py", ""),
     (limits_in_formats, "formats/e4m3.py", "max = 448.0"),

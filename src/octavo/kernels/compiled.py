@@ -7,6 +7,8 @@ same; what is around them stays Inductor's.
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch._inductor.config
 from torch import Tensor
@@ -18,9 +20,11 @@ from octavo.kernels.cast_transpose import triton_kernel as cast_kernels
 from octavo.kernels.cast_transpose.rule import ScaleRule
 
 # Off by default in torch 2.11 to 2.13, and then every launch goes through Triton's own launcher, which asks the driver
-# about each pointer: some 50 µs where Inductor's takes a few.
+# about each pointer. The processes in which Inductor compiles decide on it too, and are told by the environment alone;
+# they start with the first compilation, which is when this file is imported.
 if hasattr(torch._inductor.config, "static_launch_user_defined_triton_kernels"):
     torch._inductor.config.static_launch_user_defined_triton_kernels = True
+    os.environ.setdefault("TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS", "1")
 
 
 @triton_op("octavo::partial_amax_inductor", mutates_args=())

@@ -123,7 +123,8 @@ def _compiled(
     epsilon, power_of_two = (None, False) if rule is None else rule
     # Tracing makes the same tensor two arguments, so that it is said that they are the same.
     shared = rowwise is columnwise
-    native = x.is_cuda and x.shape[1] != 1 and runs_compiled(x.device.index, format.name)
+    # Inductor makes a constant of a 1, also of the number of rows: see `one_column_reasons`.
+    native = x.is_cuda and 1 not in x.shape and runs_compiled(x.device.index, format.name)
     arguments = (x, format.name, rowwise, columnwise, epsilon, power_of_two)
     if native:
         outputs = _inductor_operator()(*arguments, gathered, inf_to_nan, column_sum, shared)

@@ -61,7 +61,8 @@ class FakeKernel:
 
 
 def fake_tensor(address: int, index: int | None = 0) -> Any:
-    return SimpleNamespace(device=SimpleNamespace(index=index), data_ptr=lambda: address)
+    device = SimpleNamespace(index=index, type="cpu" if index is None else "cuda")
+    return SimpleNamespace(device=device, data_ptr=lambda: address)
 
 
 @pytest.fixture

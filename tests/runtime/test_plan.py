@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -107,3 +109,20 @@ def test_threads_that_use_one_layer_take_their_own_plans() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling()], ids=lambda recipe: type(recipe).__name__)
+def test_a_layers_state_goes_with_the_layer(recipe: Recipe) -> None:
+    """By its last reference: ranks that still knew the states of a model that is gone would not agree on amaxes."""
+    layer = octavo.Linear(16, 16, recipe=recipe)
+    x = torch.randn(4, 16)
+    layer(x).sum().backward()
+    octavo.update_scales(layer)
+    layer(x)
+    state = weakref.ref(layer.delayed_state)
+    gc.disable()
+    try:
+        del layer
+        assert state() is None
+    finally:
+        gc.enable()

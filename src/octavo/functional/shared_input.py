@@ -1,8 +1,8 @@
 """Layers on one input quantize it once: q, k and v, gate and up.
 
 What a layer quantized last is kept as long as that very tensor lives and stays as it was. The next layer takes it,
-once, if it would make the same: the same spec, and the same state or none. (Layers whose inputs are scaled with delay have a
-state each, unless `convert` found that they run on one input and gave them one.)
+once, if it would make the same: the same spec, and the same state or none. (Layers whose inputs are scaled with delay
+have a state each, unless `convert` found that they run on one input and gave them one.)
 
 Eager code only: compiled code has each cast in its graph, where the compiler drops those that repeat one another.
 """

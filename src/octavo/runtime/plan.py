@@ -12,7 +12,15 @@ from octavo.runtime.checkpointing import Call
 from octavo.runtime.counting import GemmCount, current_count
 from octavo.runtime.layer_state import LayerState
 from octavo.scaling import BLOCK_1X128, BLOCK_128X128
-from octavo.tensor import BlockQuantizer, CurrentQuantizer, DelayedQuantizer, Quantizer, QuantizeSpec, StaticQuantizer
+from octavo.tensor import (
+    BlockQuantizer,
+    CurrentQuantizer,
+    DelayedQuantizer,
+    OperandState,
+    Quantizer,
+    QuantizeSpec,
+    StaticQuantizer,
+)
 
 Observer = Callable[[OperandName, Quantizer], Quantizer]
 
@@ -25,7 +33,8 @@ class LinearPlan(NamedTuple):
         accumulate: how each product sums.
         dgrad_fp8, wgrad_fp8: False runs that product in the dtype of the forward.
         weight_spec: what the weight's codes are, to tell whether a cached weight still fits.
-        owner: stands for the layer.
+        owner: stands for the layer: its state of gradients, which is never shared and, unlike the layer's whole state,
+            does not lead back to the plan. States must go with their model, not with the next garbage collection.
         name, counter: for `count_gemms`.
     """
 
@@ -36,7 +45,7 @@ class LinearPlan(NamedTuple):
     dgrad_fp8: bool
     wgrad_fp8: bool
     weight_spec: QuantizeSpec
-    owner: LayerState
+    owner: OperandState
     name: str
     counter: GemmCount | None
 
@@ -97,7 +106,7 @@ def _planned(
         specs.dgrad_fp8,
         specs.wgrad_fp8,
         specs.weight,
-        state,
+        state.grad_output,
         name,
         counter,
     )

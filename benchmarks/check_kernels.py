@@ -33,7 +33,7 @@ from octavo.kernels.amax import amax_by_row_and_column, amax_reference, partial_
 from octavo.kernels.cast_transpose import ScaleRule, cast_transpose, cast_transpose_reference, triton_kernel
 from octavo.scaling import ROW, multiplier_from_amax, scale_from_multiplier
 from benchmarks.check_products import check_products
-from benchmarks.check_reductions import check_amaxes, check_sums
+from benchmarks.check_reductions import check_amaxes, check_sums, check_updates
 from benchmarks.comparing import compare, differing
 from benchmarks.kernel_inputs import AMAX_KINDS, DTYPES, RULES, SCALE_KINDS, SHAPES
 from benchmarks.kernel_inputs import distributions, layouts, sources
@@ -308,6 +308,7 @@ PARTS: dict[str, Callable[[Checks, str], None]] = {
     "shapes": check_shapes,
     "sums": check_sums,
     "amaxes": check_amaxes,
+    "updates": check_updates,
     "scales": check_scales,
     "compiled": check_compiled,
     "products": check_products,

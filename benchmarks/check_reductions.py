@@ -1,4 +1,4 @@
-"""Column sums and amaxes against their references; a part of `check_kernels.py`."""
+"""Column sums, amaxes and updates of histories against their references; a part of `check_kernels.py`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.formats import E5M2
 from octavo.kernels.amax import amax, amax_by_row_and_column, amax_reference, partial_amax
 from octavo.kernels.cast_transpose import cast_transpose, cast_transpose_reference, triton_kernel
+from octavo.kernels.delayed_update import delayed_update, delayed_update_reference
 from octavo.scaling import COLUMN, ROW, TENSOR
 
 
@@ -90,3 +91,23 @@ def amax_mismatches(x: Tensor) -> int:
     whole, by_row, by_column = (amax_reference(x, granularity) for granularity in (TENSOR, ROW, COLUMN))
     found = [amax(x), partial_amax(x).amax(), amax(x, ROW), amax(x, COLUMN), *amax_by_row_and_column(x)]
     return int(compare(found, (whole, whole, by_row, by_column, by_row, by_column))["mismatches"])
+
+
+def check_updates(checks: Checks, device: str) -> None:
+    """delayed_update of many operands: windows of several lengths, newest amaxes of every kind, NaN in the past."""
+    for length in (1, 2, 16, 1000, 1024, 16384):
+
+        def updates(length: int = length) -> Result:
+            history = torch.rand(200, length, device=device) * 10
+            history[5, length // 2], history[6, -1] = float("nan"), float("inf")
+            scale, last = torch.rand(200, device=device) + 0.1, torch.rand(200, device=device) * 10
+            last[:4] = torch.tensor([0.0, float("inf"), float("nan"), 1e-40], device=device)
+            mismatches = 0
+            for algorithm in ("max", "most_recent"):
+                for margin, largest in ((0, 448.0), (3, 57344.0)):
+                    arguments = (history, scale, last, largest, margin, algorithm)
+                    found, expected = delayed_update(*arguments), delayed_update_reference(*arguments)
+                    mismatches += sum(differing(a.contiguous(), b) for a, b in zip(found, expected, strict=True))
+            return {"mismatches": mismatches}
+
+        checks.run("delayed update", updates, length=length)

@@ -71,3 +71,26 @@ def test_what_the_reference_takes_over_is_said() -> None:
     new_history, scale = delayed_update(history, torch.ones(2), torch.tensor([2.0, 0.0]), 448.0, 0, "max")
     assert new_history.tolist() == [[0, 0, 0, 2], [0, 0, 0, 0]]
     assert scale.tolist() == [torch.tensor(2.0).div(448).item(), 1.0]
+
+
+@compiled_only
+@pytest.mark.parametrize("length", [1, 1024, 16384])
+def test_it_compiles_for_hopper_and_divides_exactly(length: int) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from octavo.kernels.delayed_update.triton_kernel import delayed_update_kernel as kernel
+
+    names = kernel.arg_names
+    types = dict.fromkeys(names[:5], "*fp32") | {"length": "i32", "stride_scale": "i32"}
+    constants = {"MOST_RECENT": False, "HEADROOM": 1.0, "FORMAT_MAX": 448.0, "SMALLEST": 2.0**-126, "LARGEST": 2.0**126}
+    constants |= {"GAP": 4, "BLOCK": length}
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+    )
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert "div.rn.f32" in ptx
+    assert "div.full" not in ptx

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -69,6 +70,45 @@ def test_a_shared_history_moves_once_a_step_and_survives_copies_and_state_dicts(
     octavo.convert(fresh, recipe=DelayedScaling(amax_history_len=4), filter="all")
     fresh.load_state_dict(state)
     assert fresh.state_dict()["up_proj.input_scale"] == state["up_proj.input_scale"]
+
+
+def test_layers_that_ran_before_they_share_cast_with_the_shared_scale() -> None:
+    model = block(**linears("q_proj", "k_proj", "v_proj"))
+    recipe = DelayedScaling(amax_history_len=2)
+    for converted in (["q_proj", "k_proj"], None):
+        octavo.convert(model, recipe=recipe, filter="all", include=converted)
+        for step in (1.0, 100.0, 100.0):
+            x = torch.full((4, 16), step)
+            sum(getattr(model, name)(x) for name in ("q_proj", "k_proj")).sum().backward()
+            octavo.update_scales(model)
+        assert model.k_proj.delayed_state.plan[1].input.state is model.k_proj.delayed_state.input  # type: ignore[union-attr]
+    assert shared(model, "q_proj", "k_proj", "v_proj")
+
+
+@pytest.mark.parametrize("other", ["gate_proj", "up_proj"])
+def test_siblings_in_two_formats_each_cast_within_their_own(other: str) -> None:
+    """A scale for E5M2 would have E4M3 saturate at 1/128 of the values."""
+    model = block(**linears("gate_proj", "up_proj"))
+    octavo.convert(model, recipe=DelayedScaling(), filter="all")
+    for layer in (model.gate_proj, model.up_proj):
+        nn.init.ones_(layer.weight)  # type: ignore[arg-type,union-attr]
+    x = torch.full((4, 16), 3.0)
+    mixed = DelayedScaling(overrides={other: DelayedScaling(format=octavo.E5M2)})
+
+    def check() -> None:
+        with torch.no_grad():
+            for layer in (model.gate_proj, model.up_proj):
+                # All values are their amax, whose code is exact; scales and sums round in float32.
+                torch.testing.assert_close(layer(x) - layer.bias, torch.full((4, 16), 48.0))  # type: ignore[operator]
+
+    for recipe in (DelayedScaling(), mixed, mixed, DelayedScaling()):
+        with octavo.autocast(recipe=recipe):
+            y = model.gate_proj(x) + model.up_proj(x)  # type: ignore[operator]
+            check()
+            check()
+        y.sum().backward()
+        with octavo.autocast(recipe=recipe):
+            check()
 
 
 def test_a_change_of_format_rescales_a_shared_input_once() -> None:

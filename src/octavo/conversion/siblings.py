@@ -37,7 +37,7 @@ def share_inputs(model: nn.Module) -> list[tuple[str, ...]]:
             members = [layer for layer in layers if isinstance(layer, FP8LinearMixin)]
             if len(members) == len(names) and _alike(members):
                 for layer in members[1:]:
-                    layer.delayed_state.input = members[0].delayed_state.input
+                    layer.delayed_state.share_input(members[0].delayed_state)
                 groups.append(tuple(f"{name}.{one}" if name else one for one in names))
     return groups
 

@@ -118,7 +118,7 @@ def _fresh_call(state: LayerState, own: Recipe | None, name: str | None) -> Call
     gathered_for = recipe or calibrated
     if gathered_for is None or gathered_for.delayed is None:
         return Call(recipe, False)
-    if state.recipe is not gathered_for:
+    if not state.follows(gathered_for):
         state.adopt_recipe(gathered_for)
     gather = calibrated is not None or trains()
     if gather:

@@ -93,6 +93,15 @@ class LayerState:
                 operand.from_data = operand.from_data or not operand.is_known
         self.recipe = recipe
 
+    def follows(self, recipe: Recipe) -> bool:
+        """True if there is nothing to adopt: a layer that shares its input may have run in another format since."""
+        return self.recipe is recipe and self.input.format_max == recipe.linear.input.format.max
+
+    def share_input(self, other: LayerState) -> None:
+        """Have one state of the input with another layer, whose it is."""
+        self.input = other.input
+        self.plan = None
+
     def measure_next(self) -> None:
         """Forget all scales: they come from the present weights and the next batch."""
         for operand in self.operands:

@@ -150,6 +150,8 @@ def _agreed(
 def _update_kind(kind: _Kind, operands: list[OperandState], last: Tensor | None) -> None:
     for operand in operands:
         operand.resize(kind.update.amax_history_len)
+        # Layers that share it may run in several formats: the new scale is for this one.
+        operand.format_max = kind.format_max
     last = torch.stack([operand.gathered for operand in operands]) if last is None else last
     took_part = _took_part(operands, last)
     history, scale = delayed_update(

@@ -81,7 +81,7 @@ def test_layers_that_ran_before_they_share_cast_with_the_shared_scale() -> None:
             x = torch.full((4, 16), step)
             sum(getattr(model, name)(x) for name in ("q_proj", "k_proj")).sum().backward()
             octavo.update_scales(model)
-        assert model.k_proj.delayed_state.plan[1].input.state is model.k_proj.delayed_state.input  # type: ignore[union-attr]
+        assert model.k_proj.delayed_state.plan[1].input.state is model.k_proj.delayed_state.input  # type: ignore[union-attr,index]
     assert shared(model, "q_proj", "k_proj", "v_proj")
 
 
@@ -99,7 +99,7 @@ def test_siblings_in_two_formats_each_cast_within_their_own(other: str) -> None:
         with torch.no_grad():
             for layer in (model.gate_proj, model.up_proj):
                 # All values are their amax, whose code is exact; scales and sums round in float32.
-                torch.testing.assert_close(layer(x) - layer.bias, torch.full((4, 16), 48.0))  # type: ignore[operator]
+                torch.testing.assert_close(layer(x) - layer.bias, torch.full((4, 16), 48.0))  # type: ignore[operator,union-attr]
 
     for recipe in (DelayedScaling(), mixed, mixed, DelayedScaling()):
         with octavo.autocast(recipe=recipe):

@@ -53,6 +53,22 @@ def test_layers_of_other_recipes_share_nothing() -> None:
     assert not shared(model, "gate_proj", "up_proj")
 
 
+def test_a_sibling_converted_anew_with_another_recipe_follows_its_own() -> None:
+    model = block(**linears("gate_proj", "up_proj"))
+    recipe = DelayedScaling(amax_history_len=3)
+    octavo.convert(model, recipe=recipe, filter="all")
+    octavo.convert(model.up_proj, recipe=DelayedScaling(margin=3, amax_history_len=2), filter="all")  # type: ignore[arg-type]
+    assert not shared(model, "gate_proj", "up_proj")
+    x = torch.full((4, 16), 7.0)
+    (model.gate_proj(x) + model.up_proj(x)).sum().backward()  # type: ignore[operator]
+    octavo.update_scales(model)
+    state = model.state_dict()
+    assert float(state["up_proj.input_scale"]) == 8 * float(state["gate_proj.input_scale"])
+    assert [len(state[f"{name}_proj.input_amax_history"]) for name in ("gate", "up")] == [3, 2]
+    octavo.convert(model, recipe=recipe, filter="all")
+    assert shared(model, "gate_proj", "up_proj")
+
+
 def test_a_shared_history_moves_once_a_step_and_survives_copies_and_state_dicts() -> None:
     model = block(**linears("gate_proj", "up_proj"))
     octavo.convert(model, recipe=DelayedScaling(amax_history_len=4), filter="all")

@@ -128,6 +128,9 @@ def _shared_inputs(model: nn.Module) -> list[str]:
 
 def _become_fp8(module: nn.Module, recipe: Recipe | None, name: str) -> None:
     if isinstance(module, FP8LinearMixin):
+        if recipe is not module.recipe:
+            # What it shares, it shares with layers of one recipe.
+            module.delayed_state.leave_shared_input()
         module.recipe, module.layer_name = recipe, name
         return
     module.__class__ = fp8_class(type(module), is_conv1d(module))

@@ -6,6 +6,7 @@ being appended to while they run, which the compiler could not trace.
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Iterator
@@ -47,6 +48,7 @@ class LayerState:
         takes_part: with several ranks, its amaxes are agreed on at the end of each context; those of a copy not before
             it has gathered some itself.
         stale_steps: optimizer steps seen since the last update, to notice a forgotten one.
+        shares_input: `input` is that of other layers too.
         plan: the plan of the last call and what it was made for.
     """
 
@@ -61,6 +63,7 @@ class LayerState:
         self.takes_part = True
         self.weight_version = (-1, -1)
         self.stale_steps = 0
+        self.shares_input = False
         self.plan: Any = None
         self._noted: tuple[UsedScales, UsedScales] | None = None
         _register(self)
@@ -100,7 +103,15 @@ class LayerState:
     def share_input(self, other: LayerState) -> None:
         """Have one state of the input with another layer, whose it is."""
         self.input = other.input
+        self.shares_input = other.shares_input = True
         self.plan = None
+
+    def leave_shared_input(self) -> None:
+        """Go on with a state of the input of its own, which begins as the shared one is."""
+        if self.shares_input:
+            self.input = copy.deepcopy(self.input)
+            self.shares_input = False
+            self.plan = None
 
     def measure_next(self) -> None:
         """Forget all scales: they come from the present weights and the next batch."""

@@ -210,6 +210,7 @@ def test_targets_are_judged_anew(tmp_path: Path) -> None:
         ({"device": "tpu"}, "device 'tpu' is unknown; choose cpu, cuda, or cuda:N"),
         ({"time_limit_s": 0.0}, "must be positive"),
         ({"memory_limit_gib": -1.0}, "must be positive"),
+        ({"memory_limit_gib": float("nan")}, "positive and finite"),
     ],
 )
 def test_wrong_settings_are_refused_with_the_remedy(tmp_path: Path, changes: Row, message: str) -> None:

@@ -50,8 +50,8 @@ class BenchSettings:
             parse_variant(key)
         if self.time_limit_s is not None and self.time_limit_s <= 0:
             raise ValueError(f"the time limit is {self.time_limit_s} s: it must be positive")
-        if self.memory_limit_gib <= 0:
-            raise ValueError(f"the memory limit is {self.memory_limit_gib} GiB: it must be positive")
+        if not 0 < self.memory_limit_gib < float("inf"):
+            raise ValueError(f"the memory limit is {self.memory_limit_gib} GiB: it must be positive and finite")
         kind = self.device.partition(":")[0]
         if kind not in ("cpu", "cuda"):
             raise ValueError(f"device {self.device!r} is unknown; choose cpu, cuda, or cuda:N")

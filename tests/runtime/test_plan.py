@@ -61,6 +61,22 @@ def test_a_recipe_in_force_makes_its_own_plan() -> None:
     assert len({id(plan) for plan in specs}) == len(specs)
 
 
+def test_a_backward_casts_in_its_own_format_whatever_ran_since() -> None:
+    """A scale for E5M2 would have E4M3 saturate at 1/128 of the gradient."""
+    layer, x = octavo.Linear(16, 16, recipe=DelayedScaling(format=octavo.E4M3)), torch.full((4, 16), 3.0)
+    gradients = []
+    for between in (False, False, True):
+        y = layer(x)
+        if between:
+            with octavo.autocast(recipe=DelayedScaling(format=octavo.E5M2)), torch.no_grad():
+                layer(x)
+        layer.zero_grad()
+        (7 * y).sum().backward()
+        gradients.append(layer.weight.grad.clone())  # type: ignore[union-attr]
+        octavo.update_scales(layer)
+    assert torch.equal(gradients[2], gradients[1])
+
+
 def test_with_and_without_gradients_a_delayed_plan_notes_apart() -> None:
     """A validation between a forward and its checkpoint's recompute leaves what the forward noted."""
     layer, x = octavo.Linear(16, 16), torch.randn(4, 16, requires_grad=True)

@@ -94,10 +94,16 @@ class OperandState:
 
     def provide_for(self, format_max: float) -> None:
         """Be cast to a format of this largest value from now on; the scale goes on providing for the amaxes so far."""
-        before, self.format_max = self.format_max, format_max
-        if before not in (None, format_max):
-            factor = before / format_max
-            self._set_scale(self.scale * torch.where(self.history.amax() > 0, factor, 1.0))
+        if self.format_max not in (None, format_max):
+            self._set_scale(self.scale_for(format_max))
+        self.format_max = format_max
+
+    def scale_for(self, format_max: float) -> Tensor:
+        """[], the scale that provides for the same amaxes in a format of this largest value."""
+        before = self.format_max
+        if before is None or before == format_max:
+            return self.scale
+        return self.scale * torch.where(self.history.amax() > 0, before / format_max, 1.0)
 
     def has_gathered_by_now(self) -> bool:
         """For compiled code, which cannot look: True if this step has gathered, by the order of things.

@@ -154,6 +154,9 @@ class DelayedQuantizer:
         measured = self.from_data and self.fixed is None
         scale = self.state.scale if self.fixed is None else self.fixed
         traced = torch.compiler.is_compiling()
+        if self.state.late_bound and not traced:
+            # The layer may have run in another format since the forward of this backward.
+            scale = self.state.scale_for(self.spec.format.max)
         if self.state.captured and self.fixed is None and not traced and not operand_state.is_captured(x):
             # An update will write to it, and a backward may want it after that.
             scale = scale.clone()

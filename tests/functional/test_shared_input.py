@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.functional import shared_input
-from octavo.recipes import CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
-from octavo.tensor import quantizer
+from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from octavo.tensor import block_quantizer, quantizer
 
-RECIPES = [DelayedScaling(amax_history_len=4), CurrentScaling(), RowwiseScaling()]
+RECIPES = [DelayedScaling(amax_history_len=4), CurrentScaling(), RowwiseScaling(), BlockScaling()]
 
 
 class Attention(nn.Module):
@@ -30,13 +30,18 @@ class Attention(nn.Module):
 def casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of all casts."""
     shapes: list[tuple[int, ...]] = []
-    real = quantizer.cast_transpose
 
-    def counting(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        shapes.append(tuple(x.shape))
-        return real(x, *args, **kwargs)
+    def count(module: Any, name: str) -> None:
+        real = getattr(module, name)
 
-    monkeypatch.setattr(quantizer, "cast_transpose", counting)
+        def counting(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            shapes.append(tuple(x.shape))
+            return real(x, *args, **kwargs)
+
+        monkeypatch.setattr(module, name, counting)
+
+    count(quantizer, "cast_transpose")
+    count(block_quantizer, "block_cast")
     return shapes
 
 

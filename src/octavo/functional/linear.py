@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.functional.shared_input import quantize_input
+from octavo.functional.shared_input import as_rows, quantize_input
 from octavo.kernels import padded, runs_natively, scaled_mm
 from octavo.runtime import LinearPlan
 from octavo.tensor import Operand, QuantizedTensor, operand_of
@@ -105,7 +105,7 @@ class _Linear(torch.autograd.Function):
         plan: LinearPlan = ctx.plan
         x_codes_t, x_scale_t, w_codes_t, w_scale_t, x_high, w_high = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
-        rows = _as_rows(dy)
+        rows = as_rows(dy)
         num_out, num_in = rows.shape[1], ctx.x_shape[-1]
         # 1. Codes of dy in the layouts that somebody will use.
         dgrad_fp8, wgrad_fp8 = needs_dx and plan.dgrad_fp8, needs_dw and plan.wgrad_fp8
@@ -131,7 +131,7 @@ class _Linear(torch.autograd.Function):
             dw = _unpadded(dw, num_out, num_in)
         elif needs_dw:
             _count(plan, "wgrad", None, None)
-            dw = (rows.t() @ _as_rows(x_high)).to(ctx.weight_dtype)
+            dw = (rows.t() @ as_rows(x_high)).to(ctx.weight_dtype)
         # 4. dbias, of the high-precision dy.  [M, N] -> [N]
         if needs_db:
             sums = None if codes is None else codes.column_sum
@@ -165,11 +165,6 @@ def _fprop(
     # view.
     shaped: Tensor = _unsafe_view(_unpadded(y, lead.numel(), num_out), (*lead, num_out))
     return shaped
-
-
-def _as_rows(x: Tensor) -> Tensor:
-    """[..., K] as [M, K]."""
-    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _unpadded(out: Tensor, rows: int, columns: int) -> Tensor:

@@ -75,5 +75,10 @@ def _forget(reference: weakref.ref[Tensor]) -> None:
 
 
 def _as_matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
-    rows = x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    rows = as_rows(x)
     return rows if rows.dtype is dtype else rows.to(dtype)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[..., K] as [M, K]."""
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])

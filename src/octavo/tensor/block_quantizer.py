@@ -5,11 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from octavo.kernels import block_cast
-from octavo.tensor.quantizer import Operand
-from octavo.tensor.spec import QuantizeSpec
+from octavo.tensor.quantizer import Operand, StatelessQuantizer
 
 
-class BlockQuantizer:
+class BlockQuantizer(StatelessQuantizer):
     """Current scaling by blocks of 1x128 or 128x128, along the rows of each layout.
 
     Its operands have their K padded to a multiple of 128, and scales as `octavo.kernels.block_cast.layout` has them.
@@ -17,9 +16,6 @@ class BlockQuantizer:
     Args:
         spec: of granularity BLOCK_1X128 or BLOCK_128X128.
     """
-
-    def __init__(self, spec: QuantizeSpec) -> None:
-        self.spec = spec
 
     def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
         """Codes of x [M, K] under scales of its blocks."""

@@ -7,6 +7,7 @@ called like one is one.
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from typing import NamedTuple, Protocol
 
 import torch
@@ -63,8 +64,12 @@ class Quantizer(Protocol):
         ...
 
 
-class CurrentQuantizer:
-    """Current ("just in time") scaling: one pass for the amax, one for the codes."""
+class StatelessQuantizer(ABC):
+    """A quantizer that nothing but its spec decides on.
+
+    Args:
+        spec: format, granularity and scale rule.
+    """
 
     def __init__(self, spec: QuantizeSpec) -> None:
         self.spec = spec
@@ -73,8 +78,16 @@ class CurrentQuantizer:
         """What decides on the codes of given data: another quantizer makes the same if its is of the same objects."""
         return (self.spec,)
 
-    def note(self, operand: Operand) -> None:
+    def note(self, operand: Operand) -> None:  # noqa: B027 - whoever has no state has nothing to note
         """What another quantizer of the same origin made is taken as this one's."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
+        """As `Quantizer`."""
+
+
+class CurrentQuantizer(StatelessQuantizer):
+    """Current ("just in time") scaling: one pass for the amax, one for the codes."""
 
     def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
         """Codes of x [M, K] under scales measured from it."""
@@ -140,12 +153,12 @@ class DelayedQuantizer:
         self.used = used
 
     def origin(self) -> tuple[object, ...]:
-        """As `CurrentQuantizer.origin`; the amax has been gathered in the same state, if it is."""
+        """As `StatelessQuantizer.origin`; the amax has been gathered in the same state, if it is."""
         scale = self.state.scale if self.fixed is None else self.fixed
         return self.spec.format, self.spec.inf_to_nan, self.state, scale, self.gather, self.from_data
 
     def note(self, operand: Operand) -> None:
-        """As `CurrentQuantizer.note`; its scale is noted."""
+        """As `StatelessQuantizer.note`; its scale is noted."""
         if self.used is not None:
             self.used.scale = operand.scale
 
@@ -192,18 +205,8 @@ class DelayedQuantizer:
             )
 
 
-class StaticQuantizer:
+class StaticQuantizer(StatelessQuantizer):
     """A scale given once and for all: calibrated, or known."""
-
-    def __init__(self, spec: QuantizeSpec) -> None:
-        self.spec = spec
-
-    def origin(self) -> tuple[object, ...]:
-        """As `CurrentQuantizer.origin`."""
-        return (self.spec,)
-
-    def note(self, operand: Operand) -> None:
-        """As `CurrentQuantizer.note`."""
 
     def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
         """Codes of x [M, K] under the given scale."""

@@ -14,7 +14,7 @@ from torch import nn
 from octavo.conversion.converted import fp8_class, is_conv1d, original_class
 from octavo.conversion.fast_path import leave_fast_path, restore_fast_path
 from octavo.conversion.gain import expected_gain, method_of
-from octavo.conversion.report import ConversionReport, LayerReport
+from octavo.conversion.report import NO_DEVICE, ConversionReport, LayerReport
 from octavo.conversion.selection import Candidate, LayerFilter, candidates, checked_selection, unmatched_patterns
 from octavo.conversion.siblings import share_inputs
 from octavo.modules import FP8LinearMixin
@@ -142,4 +142,4 @@ def _become_fp8(module: nn.Module, recipe: Recipe | None, name: str) -> None:
 def _device(model: nn.Module) -> str:
     for parameter in model.parameters():
         return str(parameter.device)
-    return "no device"
+    return NO_DEVICE

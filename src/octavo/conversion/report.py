@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
+from octavo.kernels.scaled_mm import device_reasons
+
+# Of a model without parameters.
+NO_DEVICE = "no device"
+
 
 @dataclass(frozen=True)
 class LayerReport:
@@ -65,6 +72,10 @@ class ConversionReport:
         found += [f"the pattern {pattern!r} matched no linear layer" for pattern in self.unmatched]
         return found
 
+    @property
+    def _is_emulated(self) -> bool:
+        return self.device != NO_DEVICE and bool(device_reasons(torch.device(self.device)))
+
     def __str__(self) -> str:
         head = ("layer", "kind", "in", "out", "FP8", "gain", "recipe, or why not")
         rows = [head]
@@ -78,6 +89,8 @@ class ConversionReport:
         lines.insert(1, "  ".join("-" * width for width in widths))
         done = "would be converted" if self.dry_run else "converted"
         lines.append(f"{len(self.converted)} of {len(self.layers)} layers {done}, on {self.device}.")
+        if self.converted and self._is_emulated:
+            lines.append("FP8 is emulated here, with the same numbers: no layer was left out for its speed.")
         if self.converted:
             lines.append("gain: forward and backward against bf16 on an H200 with many tokens, a model's estimate.")
         lines += list(self.remarks)

@@ -226,3 +226,29 @@ def test_dynamic_shapes_from_the_start(recipe: Recipe) -> None:
             outcomes.append((y, leaf.grad))
         assert torch.equal(outcomes[0][0], outcomes[1][0])
         assert torch.equal(outcomes[0][1], outcomes[1][1])
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise"])
+def test_a_compiler_that_may_make_inputs_again_keeps_less_with_saved_input(recipe: str) -> None:
+    """A norm's output and an activation's are then not kept at all, where codes of them would be."""
+    kept_bytes, gradients = {}, {}
+    for saved in ("fp8", "high_precision"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        octavo.convert(block, RECIPES[recipe].replaced(saved_input=saved), filter="all")
+        compiled = torch.compile(block, backend="aot_eager_decomp_partition", fullgraph=True)
+        kept: list[int] = []
+        for _ in range(3):
+            x = torch.randn(48, 64, requires_grad=True)
+            kept.clear()
+            with (
+                torch._functorch.config.patch(ban_recompute_materialized_backward=False),
+                torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.nbytes) or t, lambda t: t),
+            ):
+                compiled(x).square().mean().backward()
+            octavo.update_scales(block)
+        kept_bytes[saved], gradients[saved] = sum(kept), [x.grad, *(p.grad for p in block.parameters())]
+    # One byte an element of each input: codes of neither.
+    assert kept_bytes["fp8"] - kept_bytes["high_precision"] >= 48 * (64 + 256) - 4 * (64 + 256)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients.values(), strict=True))

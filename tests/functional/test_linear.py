@@ -242,6 +242,23 @@ def test_kept_for_the_backward_are_codes_and_scales_alone(recipe: str) -> None:
     assert len(scales) == chosen.linear.wgrad_fp8 + chosen.linear.dgrad_fp8
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", [name for name, one in ALL.items() if one.linear.wgrad_fp8])
+def test_an_input_that_is_kept_is_cast_again_to_the_same_codes(recipe: str, dtype: torch.dtype) -> None:
+    """Also where scales have moved on by then: the update comes before the backward."""
+    codes, high = ALL[recipe], ALL[recipe].replaced(saved_input="high_precision")
+    layer = octavo.Linear(40, 24, dtype=dtype)
+    twin = copy.deepcopy(layer)
+    for size in (1.0, 30.0, 3.0):
+        x, dy = torch.randn(3, 7, 40, dtype=dtype) * size, torch.randn(3, 7, 24, dtype=dtype)
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+            found = run(twin, x, high, dy)
+        assert all(torch.equal(a, b) for a, b in zip(run(layer, x, codes, dy), found, strict=True))
+        assert [t.shape for t in kept if t.dtype is dtype and t.dim() == 3] == [x.shape]
+        assert sum(t.element_size() == 1 for t in kept) == 1, "the weight's codes, and no others"
+
+
 @pytest.mark.parametrize(("x_grad", "w_grad"), [(False, True), (True, False), (False, False)])
 def test_nothing_is_kept_that_nobody_needs(x_grad: bool, w_grad: bool) -> None:
     layer, x = octavo.Linear(64, 32), torch.randn(48, 64, requires_grad=x_grad)

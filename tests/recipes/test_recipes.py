@@ -42,6 +42,7 @@ CHANGED: dict[type[Recipe], dict[str, Any]] = {
     Recipe: {
         "accumulate": Accumulate(fprop="precise"),
         "backward": "high_precision",
+        "saved_input": "high_precision",
         "overrides": {"^layer$": None},
     },
     DelayedScaling: {
@@ -79,8 +80,9 @@ class Doubling:
 
 
 def outcome(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """All that can be seen of four steps: outputs, gradients, how products summed."""
+    """All that can be seen of four steps: outputs, gradients, how products summed, what was kept for the backward."""
     seen: list[Any] = []
+    kept: list[int] = []
     real = SCALED_MM
 
     def spying(*args: Any) -> Tensor:
@@ -94,12 +96,13 @@ def outcome(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     layer.layer_name = "layer"
     for size in (1.0, 30.0, 3.0, 2.0, 1.0):
         x = (torch.randn(24, 32) * size).requires_grad_()
-        with octavo.autocast(recipe=recipe):
+        keeping = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t)
+        with octavo.autocast(recipe=recipe), keeping:
             y = layer(x)
         layer.weight.grad = None
         (y.square().sum() / size).backward()
         seen += [y.detach(), x.grad, layer.weight.grad.clone()]
-    return seen
+    return [*seen, torch.tensor(kept)]
 
 
 def same(a: list[Any], b: list[Any]) -> bool:

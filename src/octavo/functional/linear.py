@@ -8,7 +8,8 @@
 Every product takes K-major codes, so x and dy are needed in both layouts and w in both. Kept for the backward: the
 codes of x and of w in the layout that the backward wants (one byte an element each) with their scales, and nothing
 else; not the codes of x if w is frozen, not those of w if x needs no gradient. A product that runs in high precision
-keeps its operand in the dtype of the output instead. No product is computed that nobody needs.
+keeps its operand in the dtype of the output instead, and so does a wgrad whose plan says so: x is then cast again. No
+product is computed that nobody needs.
 """
 
 from __future__ import annotations
@@ -72,17 +73,18 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         needs_dx, needs_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         # 1. Codes, each in the layouts that somebody will use.
-        rows = quantize_input(x, plan.input, plan.owner, out_dtype, needs_dw and plan.wgrad_fp8)
+        keeps_codes = needs_dw and plan.wgrad_fp8 and not plan.keeps_input
+        rows = quantize_input(x, plan.input, plan.owner, out_dtype, keeps_codes)
         operand = cached_weight
         if operand is None:
             operand = quantize_weight(weight, plan, True, needs_dx and plan.dgrad_fp8)
         # 2. The product.  [M, K] @ [K, N] -> [M, N]
         y = _fprop(rows, operand, bias, x, weight.shape[0], plan, out_dtype)
         # 3. What the backward needs.
-        keeps_x, keeps_w = needs_dw and not plan.wgrad_fp8, needs_dx and not plan.dgrad_fp8
+        keeps_x, keeps_w = needs_dw and not keeps_codes, needs_dx and not plan.dgrad_fp8
         ctx.save_for_backward(
-            rows.codes_t,
-            rows.scale_t,
+            rows.codes_t if keeps_codes else None,
+            rows.scale_t if keeps_codes else rows.scale if needs_dw and plan.keeps_input else None,
             operand.codes_t if needs_dx and plan.dgrad_fp8 else None,
             operand.scale_t if needs_dx and plan.dgrad_fp8 else None,
             x.to(out_dtype) if keeps_x else None,
@@ -126,6 +128,10 @@ class _Linear(torch.autograd.Function):
         # 3. wgrad.  [N, M] @ [M, K] -> [N, K]
         if wgrad_fp8 and codes is not None:
             dy_codes, dy_scale = codes.column_wise
+            if x_high is not None:
+                after = dy_scale if torch.compiler.is_compiling() else None
+                again = plan.input.again(as_rows(x_high), x_scale_t, after)  # type: ignore[attr-defined]
+                x_codes_t, x_scale_t = again.column_wise
             _count(plan, "wgrad", dy_codes, x_codes_t, dy_scale)
             dw = scaled_mm(dy_codes, x_codes_t, dy_scale, x_scale_t, None, ctx.weight_dtype, plan.accumulate.wgrad)
             dw = _unpadded(dw, num_out, num_in)

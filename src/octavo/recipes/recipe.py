@@ -80,12 +80,17 @@ class Recipe(ABC):
     Attributes:
         accumulate: how each product sums.
         backward: "fp8", or "high_precision": dgrad and wgrad run in the dtype of the forward.
+        saved_input: what a layer keeps of its input for an FP8 wgrad. "fp8": its codes, one byte an element.
+            "high_precision": the input itself, cast again in the backward to the same codes. That is less where others
+            keep the input anyway (the output of attention), and in compiled code also where the compiler can make it
+            again (the output of a norm or an activation); in eager code it is mostly more.
         overrides: regular expressions on layer names, and the recipe of the layers they match (first match wins), None
             for high precision. Given as a mapping or as pairs; kept as pairs.
     """
 
     accumulate: Accumulate = field(default_factory=Accumulate)
     backward: Literal["fp8", "high_precision"] = "fp8"
+    saved_input: Literal["fp8", "high_precision"] = "fp8"
     overrides: Any = ()
 
     # Of each instance, set by `complete`: every call of every layer asks for them.
@@ -93,8 +98,9 @@ class Recipe(ABC):
     delayed: ClassVar[DelayedUpdate | None]
 
     def __post_init__(self) -> None:
-        if self.backward not in ("fp8", "high_precision"):
-            raise ValueError(f"backward is {self.backward!r}: expected 'fp8' or 'high_precision'")
+        for name in ("backward", "saved_input"):
+            if getattr(self, name) not in ("fp8", "high_precision"):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: expected 'fp8' or 'high_precision'")
         for one in fields(self):
             if isinstance(one.default, bool) and not isinstance(getattr(self, one.name), bool):
                 raise ValueError(f"{one.name} is {getattr(self, one.name)!r}: expected True or False")

@@ -32,6 +32,7 @@ class LinearPlan(NamedTuple):
         input, weight, grad_output: quantizers.
         accumulate: how each product sums.
         dgrad_fp8, wgrad_fp8: False runs that product in the dtype of the forward.
+        keeps_input: the input is kept for wgrad and cast again; False keeps its codes, as a watched layer always does.
         weight_spec: what the weight's codes are, to tell whether a cached weight still fits.
         owner: stands for the layer: its state of gradients, which is never shared and, unlike the layer's whole state,
             does not lead back to the plan. States must go with their model, not with the next garbage collection.
@@ -44,6 +45,7 @@ class LinearPlan(NamedTuple):
     accumulate: Accumulate
     dgrad_fp8: bool
     wgrad_fp8: bool
+    keeps_input: bool
     weight_spec: QuantizeSpec
     owner: OperandState
     name: str
@@ -105,6 +107,8 @@ def _planned(
         call.recipe.accumulate,
         specs.dgrad_fp8,
         specs.wgrad_fp8,
+        # Whoever wraps a quantizer is told of each cast once.
+        specs.wgrad_fp8 and call.recipe.saved_input == "high_precision" and observer is None,
         specs.weight,
         state.grad_output,
         name,

@@ -85,6 +85,13 @@ class StatelessQuantizer(ABC):
     def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
         """As `Quantizer`."""
 
+    def again(self, x: Tensor, scale: Tensor, after: Tensor | None) -> Operand:
+        """The column-wise codes of an x that was cast row-wise before, `scale` being that cast's.
+
+        `after`: a scale of a backward, for compiled code, see `_not_before`.
+        """
+        return self(x, False, True)
+
 
 class CurrentQuantizer(StatelessQuantizer):
     """Current ("just in time") scaling: one pass for the amax, one for the codes."""
@@ -110,6 +117,27 @@ class CurrentQuantizer(StatelessQuantizer):
                 column_sum=column_sum,
             )
         )
+
+    def again(self, x: Tensor, scale: Tensor, after: Tensor | None) -> Operand:
+        """As `StatelessQuantizer.again`; one scale for all of x is not measured twice."""
+        spec = self.spec
+        if spec.granularity is TENSOR:
+            return _cast_with(spec, x, _not_before(scale, after))
+        _, by_column = amax_by_row_and_column(x, False, True)
+        return _cast_with(spec, x, _not_before(by_column, after), spec.rule)
+
+
+def _cast_with(spec: QuantizeSpec, x: Tensor, columnwise: Tensor, rule: ScaleRule | None = None) -> Operand:
+    return Operand(*cast_transpose(x, spec.format, None, columnwise, rule=rule, inf_to_nan=spec.inf_to_nan))
+
+
+def _not_before(value: Tensor, after: Tensor | None) -> Tensor:
+    """`value`, scales or amaxes; by a computation that needs `after`, a scale of something else, if that is given.
+
+    A cast that depends on nothing of the backward the compiler's partitioner moves into the forward, and keeps its
+    codes where the input was to be kept. No amax is below -scale, which is negative.
+    """
+    return value if after is None else torch.maximum(value, -after.reshape(-1)[0])
 
 
 class UsedScale:
@@ -193,6 +221,10 @@ class DelayedQuantizer:
         if self.used is not None:
             self.used.scale = given_out
         return operand
+
+    def again(self, x: Tensor, scale: Tensor, after: Tensor | None) -> Operand:
+        """As `StatelessQuantizer.again`; its amax has been gathered."""
+        return _cast_with(self.spec, x, _not_before(scale, after))
 
     def _note_capture(self, measured: bool) -> None:
         """What a graph reads stays where it is; a graph that measures a scale will always measure it."""

@@ -84,6 +84,25 @@ def test_wrong_usage_is_exit_code_2_with_the_reason(base: list[str], extra: list
     assert result.stderr.count("\n") == 1
 
 
+def test_a_record_that_exists_is_not_replaced(base: list[str], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    record = Path(write(tmp_path / "run" / "record.jsonl", made.whole()))
+    before = record.read_bytes()
+    result = run.invoke(app, base)
+    assert result.exit_code == 2
+    assert "record.jsonl exists and would be replaced" in result.stderr
+    assert record.read_bytes() == before
+
+
+def test_from_takes_a_folder_and_refuses_what_holds_no_bench(tmp_path: Path) -> None:
+    write(tmp_path / "record.jsonl", made.whole())
+    page = ["--out", str(tmp_path / "page")]
+    assert run.invoke(app, ["bench", "--from", str(tmp_path), *page]).exit_code == 0
+    result = run.invoke(app, ["bench", "--from", write(tmp_path / "other.jsonl", [{"a": 1}]), *page])
+    assert result.exit_code == 2
+    assert "other.jsonl holds no run of octavo bench" in result.stderr
+
+
 def test_an_interruption_is_130_and_says_where_the_record_is(
     base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,7 +174,7 @@ def test_rebuilding_leaves_out_the_half_line_of_an_interrupted_write(
     assert page.read_text(encoding="utf-8") == render(fictional.interrupted())
 
 
-@pytest.mark.parametrize(("content", "said"), [(None, "No such file"), ("", "holds no row of a study")])
+@pytest.mark.parametrize(("content", "said"), [(None, "No such file"), ("", "holds no row; give the record.jsonl")])
 def test_rebuilding_from_nothing_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, said: str
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from octavo.bench.derived import restated
 from octavo.bench.record import Row
+from octavo.bench.settings import RECORD
 from octavo.bench.targets import target_rows
 from octavo.report.record import read_jsonl
 
@@ -24,8 +25,11 @@ def joined_records(paths: Sequence[Path]) -> list[Row]:
     are a section for each model, and so is each kind of ceiling. What follows from ceilings, shares and targets, is
     computed anew from those of the row's own record.
 
+    Args:
+        paths: of the files, or of the folders that they are in.
+
     Raises:
-        ValueError: a file holds no row, or the records are of different devices.
+        ValueError: a file holds no run of a bench, or the records are of different devices.
     """
     records = [_read(path) for path in paths]
     devices = sorted({str(_run(rows).get("device_name")) for rows in records})
@@ -44,8 +48,13 @@ def joined_records(paths: Sequence[Path]) -> list[Row]:
 
 
 def _read(path: Path) -> list[Row]:
-    rows, _ = read_jsonl(path)
-    return restated(dict(row) for row in rows if isinstance(row.get("kind"), str))
+    path = path / RECORD if path.is_dir() else path
+    rows = [dict(row) for row in read_jsonl(path)[0] if isinstance(row.get("kind"), str)]
+    if not any(row["kind"] == "run" for row in rows):
+        raise ValueError(
+            f"{path} holds no run of octavo bench: give the {RECORD} that it wrote into the folder of --out"
+        )
+    return restated(rows)
 
 
 def _run(rows: list[Row]) -> Row:

@@ -13,6 +13,7 @@ SECTIONS = ("ceilings", "casts", "linear", "host", "steps", "article")
 # The article's comparison trains at several batch sizes: minutes of its own, so it is asked for by name.
 DEFAULT_SECTIONS = SECTIONS[:-1]
 MODELS = ("vit", "llama", "gpt2")
+RECORD = "record.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,8 @@ class BenchSettings:
     def __post_init__(self) -> None:
         _check(self.only, SECTIONS, "--only")
         _check(self.models, MODELS, "--models")
+        if self.record_path.exists():
+            raise ValueError(f"{self.record_path} exists and would be replaced: move it, or choose another --out")
         for key in self.variants or ():
             parse_variant(key)
         if self.time_limit_s is not None and self.time_limit_s <= 0:
@@ -61,7 +64,7 @@ class BenchSettings:
     @property
     def record_path(self) -> Path:
         """Where the rows go."""
-        return self.out / "record.jsonl"
+        return self.out / RECORD
 
     @property
     def page_path(self) -> Path:

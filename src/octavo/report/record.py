@@ -74,5 +74,5 @@ def read_jsonl(path: Path) -> tuple[list[Row], int]:
         else:
             broken += 1
     if not rows:
-        raise ValueError(f"{path} holds no row of a study; give the record.jsonl that `octavo study --out DIR` wrote")
+        raise ValueError(f"{path} holds no row; give the record.jsonl that octavo wrote into the folder of --out")
     return rows, broken

@@ -124,6 +124,7 @@ class CurrentQuantizer(StatelessQuantizer):
         if spec.granularity is TENSOR:
             return _cast_with(spec, x, _not_before(scale, after))
         _, by_column = amax_by_row_and_column(x, False, True)
+        assert by_column is not None, "it was asked for"
         return _cast_with(spec, x, _not_before(by_column, after), spec.rule)
 
 

@@ -5,7 +5,7 @@ from octavo.conversion import ConversionReport, convert, state_dict, unconvert
 from octavo.formats import E4M3, E5M2, E8M0, Format, cast, finfo
 from octavo.inference import calibrate
 from octavo.kernels.support import Support, is_supported
-from octavo.modules import Linear
+from octavo.modules import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from octavo.recipes import HYBRID
 from octavo.runtime import autocast, checkpoint, count_gemms, make_graphed_callables, quantized_init, update_scales
 from octavo.tensor import QuantizedTensor, cast_to_representable, quantize, scaled_mm
@@ -18,8 +18,12 @@ __all__ = [
     "HYBRID",
     "ConversionReport",
     "Format",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "QuantizedTensor",
+    "RMSNorm",
     "Support",
     "__version__",
     "autocast",

@@ -88,14 +88,14 @@ class _Stepper:
         self._device, self._keeps_casts = device, keeps_casts
 
     def run(self) -> None:
-        """Forward, gradients to None, backward, optimizer, scales."""
+        """Gradients to None, forward, backward, optimizer, scales: none are held while activations are."""
+        self._optimizer.zero_grad(set_to_none=True)
         with ExitStack() as stack:
             # In a captured graph casts must not come from a cache that outlives it.
             autocast = torch.autocast(self._device.type, torch.bfloat16, cache_enabled=self._keeps_casts)
             stack.enter_context(autocast)
             stack.enter_context(self._converted.context())
             loss = self._model(*self._batch)
-        self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self._optimizer.step()
         self._converted.after_step()

@@ -27,8 +27,8 @@ PROTOCOL = {
     "linear": "forward and backward by torch.autograd.grad, bias off, bf16 parameters; of delayed scaling without the"
     " update of scales, which is one for a whole model and step",
     "host_time": "time until the calls return, the queue empty before, gradients set to None in each call",
-    "steps": "AdamW fused, torch.autocast bf16, fp32 parameters; zero_grad(set_to_none=True) after the forward and"
-    " before the backward; wall time, synchronised after each step; compiled: one region a block",
+    "steps": "AdamW fused, torch.autocast bf16, fp32 parameters; zero_grad(set_to_none=True) before the"
+    " forward; wall time, synchronised after each step; compiled: one region a block",
     "memory": "the largest allocation during the measured steps, of one model alone: the others freed before",
 }
 

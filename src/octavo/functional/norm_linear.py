@@ -9,7 +9,8 @@ two measures its scale, see `octavo.kernels.norm_cast`.)
 
 Kept for the backward, a token: x as it came, K bytes of codes of n, eight bytes of statistics (four of RMSNorm); and
 the codes of w. Nothing of n if w is frozen, nothing of x, the statistics and w if nothing before the product wants a
-gradient. A product in high precision keeps its operand instead of the codes.
+gradient. A product in high precision keeps its operand instead of the codes. A plan that keeps the input of its product
+has the codes of n made again from x, with the same scale. (In compiled code it is the compiler that says what is kept.)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.functional.fused_casts import cast_normalised
+from octavo.functional.fused_casts import cast_normalised, repeated_scale, repeating
 from octavo.functional.linear import quantize_weight
 from octavo.functional.norm import norm_backward
 from octavo.functional.products import (
@@ -33,6 +34,7 @@ from octavo.functional.products import (
     quantized_gradient,
     refuse_second_derivative,
     shaped,
+    summed,
 )
 from octavo.functional.shared_input import as_rows
 from octavo.kernels.norm_cast import Norm
@@ -104,54 +106,53 @@ class _NormLinear(torch.autograd.Function):
         plan, extents = setup.plan, _extents(x, weight, setup.dtype)
         needs_dn, needs_dw = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3]
         # 1. Codes of n and w, each in the layouts that somebody will use.
-        keeps_n = needs_dw and not plan.wgrad_fp8
-        n = cast_normalised(
-            as_rows(x), setup.norm, norm_weight, norm_bias, plan.input, needs_dw and plan.wgrad_fp8,
-            setup.return_norm or keeps_n,
-        )  # fmt: skip
+        again = needs_dw and plan.wgrad_fp8 and plan.keeps_input
+        columnwise, keeps_n = needs_dw and plan.wgrad_fp8 and not again, needs_dw and not plan.wgrad_fp8
+        return_rows = setup.return_norm or keeps_n
+        n = cast_normalised(as_rows(x), setup.norm, norm_weight, norm_bias, plan.input, columnwise, return_rows)
         w = cached_weight
         if w is None:
             w = quantize_weight(weight, plan, True, needs_dn and plan.dgrad_fp8)
         # 2. The product.  [M, K] @ [K, N] -> [M, N]
         y = shaped(fprop(n.operand, w, bias, extents, plan), x.shape[:-1])
-        rows = None if n.rows is None or not (setup.return_norm or keeps_n) else shaped(n.rows, x.shape[:-1])
+        rows = shaped(n.rows, x.shape[:-1]) if n.rows is not None and return_rows else None
         # 3. What the backward needs.
         ctx.save_for_backward(
-            *kept_input(n.operand, rows, plan, needs_dw),
+            *(Kept() if again else kept_input(n.operand, rows, plan, needs_dw)),
             *kept_weight(w, weight, plan, needs_dn),
-            *((x, norm_weight, n.mean, n.rstd) if needs_dn else (None,) * 4),
+            *((x, norm_weight) if needs_dn or again else (None, None)),
+            *((n.mean, n.rstd) if needs_dn else (None, None)),
+            *((norm_bias, repeated_scale(plan.input, n.operand)) if again else (None, None)),
         )
-        ctx.setup, ctx.extents, ctx.x_shape = setup, extents, x.shape
-        ctx.dtypes = [None if p is None else p.dtype for p in (norm_weight, norm_bias, weight, bias)]
+        ctx.setup, ctx.extents, ctx.x_shape, ctx.again = setup, extents, x.shape, again
+        ctx.dtypes = [None if p is None else p.dtype for p in (norm_weight, norm_bias, bias)]
+        ctx.set_materialize_grads(False)
         return (y, rows) if setup.return_norm else y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dn_returned: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dn_returned: Tensor | None = None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        setup, extents, saved = ctx.setup, ctx.extents, ctx.saved_tensors
-        wants_x, wants_norm_weight, wants_norm_bias, wants_w, wants_b = ctx.needs_input_grad[:5]
-        needs = Needs(wants_x or wants_norm_weight or wants_norm_bias, wants_w, wants_b)
-        # 1. The products.  dy [M, N] -> dn [M, K], dw [N, K], db [N]
-        gradient = quantized_gradient(as_rows(dy), setup.plan, needs)
-        dn, dw, db = gradients(gradient, Kept(*saved[:3]), Kept(*saved[3:6]), needs, extents, setup.plan)
+        setup, saved = ctx.setup, ctx.saved_tensors
+        n, (x, norm_weight, mean, rstd, norm_bias, n_scale) = Kept(*saved[:3]), saved[6:]
+        wants_w, wants_b = ctx.needs_input_grad[3:5]
+        needs = Needs(any(ctx.needs_input_grad[:3]), wants_w, wants_b)
+        dn = dw = db = dx = dgamma = dbeta = None
+        if dy is not None:
+            # 1. The products.  dy [M, N] -> dn [M, K], dw [N, K], db [N]
+            if ctx.again:
+                quantizer = repeating(setup.plan.input, n_scale)
+                made = cast_normalised(as_rows(x), setup.norm, norm_weight, norm_bias, quantizer, True, False)
+                n = Kept(made.operand.codes_t, made.operand.scale_t)
+            gradient = quantized_gradient(as_rows(dy), setup.plan, needs)
+            dn, dw, db = gradients(gradient, n, Kept(*saved[3:6]), needs, ctx.extents, setup.plan)
         # 2. The normalisation.  dn [M, K] -> dx [M, K], dgamma [K], dbeta [K]
-        dx = dgamma = dbeta = None
-        if dn is not None:
-            x, norm_weight, mean, rstd = saved[6:]
-            if dn_returned is not None:
-                dn = dn + as_rows(dn_returned)
-            wants = (wants_x, wants_norm_weight, wants_norm_bias)
+        dn = summed(dn, dn_returned)
+        if dn is not None and needs.dx:
+            wants = ctx.needs_input_grad[:3]
             dx, dgamma, dbeta = norm_backward(dn, as_rows(x), setup.norm, norm_weight, mean, rstd, wants)
-        dtypes = ctx.dtypes
-        return (
-            None if dx is None else dx.reshape(ctx.x_shape),
-            None if dgamma is None else dgamma.to(dtypes[0]),
-            None if dbeta is None else dbeta.to(dtypes[1]),
-            dw,
-            None if db is None else db.to(dtypes[3]),
-            None,
-            None,
-        )
+        small = zip((dgamma, dbeta, db), ctx.dtypes, strict=True)
+        dgamma, dbeta, db = (None if value is None else value.to(dtype) for value, dtype in small)
+        return None if dx is None else dx.reshape(ctx.x_shape), dgamma, dbeta, dw, db, None, None
 
 
 def _extents(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Extents:

@@ -9,9 +9,11 @@ Where their scales are known beforehand n, a and the gradient of z exist as code
 amaxes are those of `normalise`, `linear`, `activate`, `linear`, to the bit.
 
 Kept for the backward, a token in bf16: x as it came (2 K bytes), codes of n (K), z (2 N), codes of a (F), eight bytes
-of statistics; and the codes of w1 and w2. With `stored_fp8` z takes N + 4. With `recomputed` nothing but x and the
-statistics is kept, and the codes of w1 in both layouts: the backward makes n, z and a again, with the same scales, and
-does not gather their amaxes again; y is not computed again.
+of statistics; and the codes of w1 and w2. With `stored_fp8` z takes N + 4. With a plan that keeps the input of its
+product, codes of n are made again from x, and those of a from z. With `recomputed` nothing but x and the statistics is
+kept, and the codes of w1 in both layouts: the backward makes n, z and a again; y is not computed again. What is made
+again is made with the same scales, and its amax is not gathered again. (In compiled code it is the compiler that says
+what is kept.)
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from octavo.functional.products import (
     quantized_gradient,
     refuse_second_derivative,
     shaped,
+    summed,
 )
 from octavo.functional.shared_input import as_rows
 from octavo.kernels.activation_cast import activation_output
@@ -118,8 +121,7 @@ def norm_mlp(
         return result if setup.return_norm else (result, None)
     first = cached_weights[0] or quantize_weight(parameters.fc1_weight, setup.fc1, True, False)
     second = cached_weights[1] or quantize_weight(parameters.fc2_weight, setup.fc2, True, False)
-    nothing = _Layouts(False, False, setup.return_norm, False)
-    middle = _middle(x, parameters, first, setup, nothing)
+    middle = _middle(x, parameters, first, setup, _Layouts(False, False, setup.return_norm, False))
     y = fprop(middle.a, second, parameters.fc2_bias, _second(x, parameters, setup), setup.fc2)
     n = None if middle.n_rows is None or not setup.return_norm else middle.n_rows.reshape(x.shape)
     return y.reshape(*x.shape[:-1], y.shape[1]), n
@@ -153,61 +155,62 @@ class _NormMLP(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *arguments: Any) -> Any:
         parameters, (setup, w1, w2) = Parameters(*arguments[:6]), arguments[6:]
         needs_dn, fc1, fc2 = _needs(ctx.needs_input_grad)
-        keeps = not setup.recomputed
+        again = _made_again(setup, fc1, fc2)
         # 1. Codes of the weights, each in the layouts that somebody will use.
         if w1 is None:
             w1 = quantize_weight(parameters.fc1_weight, setup.fc1, True, needs_dn and setup.fc1.dgrad_fp8)
         if w2 is None:
             w2 = quantize_weight(parameters.fc2_weight, setup.fc2, True, fc2.dx and setup.fc2.dgrad_fp8)
         # 2. What lies between.  [M, K] -> [M, F]
-        wanted = _for_backward(setup, fc1, fc2)
-        layouts = wanted if keeps else _Layouts(False, False, False, False)
-        middle = _middle(x, parameters, w1, setup, layouts._replace(n_rows=layouts.n_rows or setup.return_norm))
+        layouts = _layouts(setup, fc1, fc2)
+        middle = _middle(x, parameters, w1, setup, _without(layouts, again, setup.return_norm))
         # 3. The second product.  [M, F] @ [F, K'] -> [M, K']
         y = fprop(middle.a, w2, parameters.fc2_bias, _second(x, parameters, setup), setup.fc2)
         n_rows = None if middle.n_rows is None else shaped(middle.n_rows, x.shape[:-1])
         # 4. What the backward needs.
-        kept = _kept_of(middle._replace(n_rows=n_rows), setup, fc1, fc2) if keeps else (None,) * 8
-        again = setup.recomputed and (fc1.dx or fc1.dw or fc1.db or fc2.dw)
         ctx.save_for_backward(
-            *kept,
+            *(Kept() if again.n else kept_input(middle.n, n_rows, setup.fc1, fc1.dw)),
+            *_kept_z(middle.z, setup, fc2.dx and not again.z),
+            *(Kept() if again.a else kept_input(middle.a, middle.a_rows, setup.fc2, fc2.dw)),
             *kept_weight(w1, parameters.fc1_weight, setup.fc1, fc1.dx),
             *kept_weight(w2, parameters.fc2_weight, setup.fc2, fc2.dx),
-            *((x, parameters.norm_weight) if needs_dn or again else (None, None)),
+            *((x, parameters.norm_weight) if needs_dn or again.n else (None, None)),
             *(middle.statistics if needs_dn else (None, None)),
-            *((parameters.norm_bias, parameters.fc1_bias, w1.codes, w1.scale) if again else (None,) * 4),
-            *(_scales(middle, setup) if again else (None, None)),
+            parameters.norm_bias if again.n else None,
+            repeated_scale(setup.fc1.input, middle.n) if again.n else None,
+            *((parameters.fc1_bias, w1.codes, w1.scale) if again.z else (None,) * 3),
+            repeated_scale(setup.fc2.input, middle.a) if again.a else None,
         )
         ctx.setup, ctx.x_shape = setup, x.shape
         ctx.extents = _first(x, parameters, setup), _second(x, parameters, setup)
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
+        ctx.set_materialize_grads(False)
         y = shaped(y, x.shape[:-1])
         return (y, n_rows) if setup.return_norm else y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dn_returned: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dn_returned: Tensor | None = None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         setup: NormMLP = ctx.setup
         _, fc1, fc2 = _needs(ctx.needs_input_grad)
         first, second = ctx.extents
-        kept, w1, w2, (x, norm_weight, mean, rstd), again = _unpacked(ctx.saved_tensors)
-        # 1. What was not kept.
-        if setup.recomputed and (fc2.dx or fc2.dw):
-            kept = _recomputed(ctx, x, norm_weight, again, fc1, fc2)
-        n, z_kept, z_scale, a = Kept(*kept[:3]), kept[3], kept[4], Kept(*kept[5:])
-        # 2. The second product.  dy [M, K'] -> da [M, F], dw2 [K', F], db2 [K']
-        gradient = quantized_gradient(as_rows(dy), setup.fc2, fc2)
-        da, dw2, db2 = gradients(gradient, a, w2, fc2, second, setup.fc2)
-        dn = dw1 = db1 = dx = dgamma = dbeta = None
-        if da is not None:
-            # 3. The activation.  da [M, F] -> dz [M, N]
-            z = decoded(z_kept, z_scale, (first.tokens, first.num_out), setup.dtype)
-            gradient = cast_activation_gradient(da, z, setup.activation, setup.fc1, setup.dtype, fc1)
-            # 4. The first product.  dz [M, N] -> dn [M, K], dw1 [N, K], db1 [N]
-            dn, dw1, db1 = gradients(gradient, n, w1, fc1, first, setup.fc1)
+        saved = ctx.saved_tensors
+        w1, w2, (x, norm_weight, mean, rstd) = Kept(*saved[8:11]), Kept(*saved[11:14]), saved[14:18]
+        dn = dw1 = db1 = dw2 = db2 = dx = dgamma = dbeta = None
+        if dy is not None:
+            # 1. What was not kept.
+            n, z, a = _completed(ctx, fc1, fc2)
+            # 2. The second product.  dy [M, K'] -> da [M, F], dw2 [K', F], db2 [K']
+            gradient = quantized_gradient(as_rows(dy), setup.fc2, fc2)
+            da, dw2, db2 = gradients(gradient, a, w2, fc2, second, setup.fc2)
+            if da is not None:
+                # 3. The activation.  da [M, F] -> dz [M, N]
+                gradient = cast_activation_gradient(da, z, setup.activation, setup.fc1, setup.dtype, fc1)
+                # 4. The first product.  dz [M, N] -> dn [M, K], dw1 [N, K], db1 [N]
+                dn, dw1, db1 = gradients(gradient, n, w1, fc1, first, setup.fc1)
         # 5. The normalisation.  dn [M, K] -> dx [M, K], dgamma [K], dbeta [K]
-        if dn is not None:
-            dn = dn if dn_returned is None else dn + as_rows(dn_returned)
+        dn = summed(dn, dn_returned)
+        if dn is not None and fc1.dx:
             needs = ctx.needs_input_grad[:3]
             dx, dgamma, dbeta = norm_backward(dn, as_rows(x), setup.norm, norm_weight, mean, rstd, needs)
         small = [
@@ -217,6 +220,14 @@ class _NormMLP(torch.autograd.Function):
         return (None if dx is None else dx.reshape(ctx.x_shape), *small, None, None, None)
 
 
+class _Again(NamedTuple):
+    """What the backward makes again."""
+
+    n: bool
+    z: bool
+    a: bool
+
+
 def _needs(wanted: tuple[bool, ...]) -> tuple[bool, Needs, Needs]:
     """(a gradient goes on before the first product, what that product's backward computes, what the second's does)."""
     dn = any(wanted[:3])
@@ -224,7 +235,18 @@ def _needs(wanted: tuple[bool, ...]) -> tuple[bool, Needs, Needs]:
     return dn, fc1, Needs(any(fc1), wanted[5], wanted[6])
 
 
-def _for_backward(setup: NormMLP, fc1: Needs, fc2: Needs) -> _Layouts:
+def _made_again(setup: NormMLP, fc1: Needs, fc2: Needs) -> _Again:
+    """Everything but x with `recomputed`; and what a plan that keeps the input of its product can make of what is kept.
+
+    A z that is kept as codes is another one than that which a was made of.
+    """
+    recomputed = setup.recomputed and (fc2.dx or fc2.dw)
+    from_x = fc1.dw and setup.fc1.keeps_input and setup.fc1.wgrad_fp8
+    from_z = fc2.dw and setup.fc2.keeps_input and setup.fc2.wgrad_fp8 and fc2.dx and not setup.stored_fp8
+    return _Again(recomputed or from_x, recomputed, fc2.dw if recomputed else from_z)
+
+
+def _layouts(setup: NormMLP, fc1: Needs, fc2: Needs) -> _Layouts:
     """What the backward wants of n and a."""
     return _Layouts(
         fc1.dw and setup.fc1.wgrad_fp8,
@@ -234,47 +256,46 @@ def _for_backward(setup: NormMLP, fc1: Needs, fc2: Needs) -> _Layouts:
     )
 
 
-def _kept_of(middle: _Middle, setup: NormMLP, fc1: Needs, fc2: Needs) -> tuple[Tensor | None, ...]:
-    """(codes_t, scale_t, rows of n; z or its codes, their scale; codes_t, scale_t, rows of a)."""
-    z: tuple[Tensor | None, Tensor | None] = (None, None)
-    if fc2.dx:
-        z = stored(middle.z) if setup.stored_fp8 else (middle.z, None)
-    return (
-        *kept_input(middle.n, middle.n_rows, setup.fc1, fc1.dw),
-        *z,
-        *kept_input(middle.a, middle.a_rows, setup.fc2, fc2.dw),
+def _without(layouts: _Layouts, again: _Again, return_norm: bool) -> _Layouts:
+    """What the forward makes for it."""
+    return _Layouts(
+        layouts.n_columnwise and not again.n,
+        layouts.a_columnwise and not again.a,
+        return_norm or (layouts.n_rows and not again.n),
+        layouts.a_rows and not again.a,
     )
 
 
-def _scales(middle: _Middle, setup: NormMLP) -> tuple[Tensor | None, Tensor | None]:
-    """Those that the casts of n and a must take again."""
-    return repeated_scale(setup.fc1.input, middle.n), repeated_scale(setup.fc2.input, middle.a)
+def _kept_z(z: Tensor, setup: NormMLP, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
+    """z, or its codes and their scale."""
+    if not wanted:
+        return None, None
+    return stored(z) if setup.stored_fp8 else (z, None)
 
 
-def _recomputed(
-    ctx: Any, x: Tensor, norm_weight: Tensor | None, again: tuple[Any, ...], fc1: Needs, fc2: Needs
-) -> tuple[Tensor | None, ...]:
-    """What `_kept_of` would have given, made again with the scales of the forward."""
-    setup: NormMLP = ctx.setup
-    norm_bias, fc1_bias, w1_codes, w1_scale, n_scale, a_scale = again
-    # The product is that of the forward, and counted there.
-    plan = setup.fc1._replace(input=repeating(setup.fc1.input, n_scale), counter=None)
-    wanted = _for_backward(setup, fc1, fc2)
-    n = cast_normalised(as_rows(x), setup.norm, norm_weight, norm_bias, plan.input, wanted.n_columnwise, wanted.n_rows)
-    z = fprop(n.operand, Operand(w1_codes, w1_scale, None, None), fc1_bias, ctx.extents[0], plan)
-    a = Kept()
-    if wanted.a_columnwise:
+def _completed(ctx: Any, fc1: Needs, fc2: Needs) -> tuple[Kept, Tensor, Kept]:
+    """What the backward needs of n, z and a: as it was kept, or made again with the scales of the forward."""
+    setup, saved, first = ctx.setup, ctx.saved_tensors, ctx.extents[0]
+    n, (z, z_scale), a = Kept(*saved[:3]), saved[3:5], Kept(*saved[5:8])
+    x, norm_weight = saved[14:16]
+    norm_bias, n_scale, fc1_bias, w1_codes, w1_scale, a_scale = saved[18:]
+    again, layouts = _made_again(setup, fc1, fc2), _layouts(setup, fc1, fc2)
+    if again.n:
+        # The product is that of the forward, and counted there.
+        plan = setup.fc1._replace(input=repeating(setup.fc1.input, n_scale), counter=None)
+        columnwise, rows = layouts.n_columnwise, layouts.n_rows
+        made = cast_normalised(as_rows(x), setup.norm, norm_weight, norm_bias, plan.input, columnwise, rows)
+        n = kept_input(made.operand, made.rows, setup.fc1, fc1.dw)
+        if again.z:
+            z = fprop(made.operand, Operand(w1_codes, w1_scale, None, None), fc1_bias, first, plan)
+    z = z if z_scale is None else decoded(z, z_scale, (first.tokens, first.num_out), setup.dtype)
+    if again.a and layouts.a_columnwise:
         quantizer = repeating(setup.fc2.input, a_scale)
-        made = cast_activated(z, setup.activation, quantizer, setup.dtype, False, True, False)
-        a = Kept(made.operand.codes_t, made.operand.scale_t)
-    elif wanted.a_rows:
+        a_operand = cast_activated(z, setup.activation, quantizer, setup.dtype, False, True, False).operand
+        a = Kept(a_operand.codes_t, a_operand.scale_t)
+    elif again.a:
         a = Kept(high=activation_output(z, setup.activation, setup.dtype).output)
-    return (*kept_input(n.operand, n.rows, setup.fc1, fc1.dw), z, None, *a)
-
-
-def _unpacked(saved: Any) -> tuple[Any, Kept, Kept, Any, Any]:
-    """Saved tensors as (kept of n, z, a; of w1; of w2; x, norm weight and statistics; what a recompute needs)."""
-    return saved[:8], Kept(*saved[8:11]), Kept(*saved[11:14]), saved[14:18], saved[18:]
+    return n, z, a
 
 
 def _first(x: Tensor, parameters: Parameters, setup: NormMLP) -> Extents:

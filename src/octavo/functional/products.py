@@ -165,6 +165,13 @@ def refuse_second_derivative() -> None:
         )
 
 
+def summed(dn: Tensor | None, returned: Tensor | None) -> Tensor | None:
+    """The gradient of n [M, K]: that which a product gives, and that of an n which was handed out [..., K]."""
+    if returned is None:
+        return dn
+    return as_rows(returned) if dn is None else dn + as_rows(returned)
+
+
 def shaped(rows: Tensor, lead: torch.Size) -> Tensor:
     """[M, N] as [*lead, N], a tensor that is no view to autograd, so that its user may change it in place."""
     result: Tensor = torch.ops.aten._unsafe_view.default(rows, (*lead, rows.shape[1]))

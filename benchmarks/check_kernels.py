@@ -30,7 +30,7 @@ from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, Format
 from octavo.kernels.amax import amax_by_row_and_column, amax_reference, partial_amax
-from octavo.kernels.cast_transpose import ScaleRule, cast_transpose, cast_transpose_reference, triton_kernel
+from octavo.kernels.cast_transpose import ScaleRule, cast_transpose, cast_transpose_reference, launch
 from octavo.scaling import ROW, multiplier_from_amax, scale_from_multiplier
 from benchmarks.check_products import check_products
 from benchmarks.check_reductions import check_amaxes, check_sums, check_updates
@@ -288,7 +288,7 @@ def check_large(checks: Checks, device: str) -> None:
             bound += x[first:last].double().abs().sum(0)
         mismatches += int(codes[:, columns:].float().count_nonzero() + codes_t[columns:].float().count_nonzero())
         # Depth as in `check_reductions.sum_bound`.
-        unit = (triton_kernel._BLOCK_LARGE[0] + -(-rows // triton_kernel._BLOCK[0])) * 2.0**-24
+        unit = (launch._BLOCK_LARGE[0] + -(-rows // launch._BLOCK[0])) * 2.0**-24
         worst = float(((sums.double() - exact).abs() / (bound * unit / (1 - unit))).max())
         return {
             "mismatches": mismatches,

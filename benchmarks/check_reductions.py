@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.formats import E5M2
 from octavo.kernels.amax import amax, amax_by_row_and_column, amax_reference, partial_amax
-from octavo.kernels.cast_transpose import cast_transpose, cast_transpose_reference, triton_kernel
+from octavo.kernels.cast_transpose import cast_transpose, cast_transpose_reference, launch
 from octavo.kernels.delayed_update import delayed_update, delayed_update_reference
 from octavo.scaling import COLUMN, ROW, TENSOR
 
@@ -59,8 +59,8 @@ def sum_bound(x: Tensor, flipped: bool) -> Tensor:
     d 2^-24 / (1 - d 2^-24) of the sum of magnitudes. In a block of rows, in whatever order, d is below its height, then
     there is one addition a block. Of a matrix stored by columns torch takes the sums, with d below M.
     """
-    blocks = -(-x.shape[0] // triton_kernel._BLOCK[0])
-    depth = x.shape[0] if flipped else min(x.shape[0], triton_kernel._BLOCK_LARGE[0] + blocks)
+    blocks = -(-x.shape[0] // launch._BLOCK[0])
+    depth = x.shape[0] if flipped else min(x.shape[0], launch._BLOCK_LARGE[0] + blocks)
     unit = depth * 2.0**-24
     return x.double().abs().sum(0) * unit / (1 - unit)
 

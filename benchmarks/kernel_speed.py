@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from types import ModuleType
@@ -15,8 +16,8 @@ from octavo.formats import E4M3, E5M2
 from octavo.kernels.amax import amax, amax_by_row_and_column, partial_amax
 from octavo.kernels.amax import triton_kernel as amax_kernels
 from octavo.kernels.cast_transpose import ScaleRule, cast_transpose
-from octavo.kernels.cast_transpose import triton_kernel as cast_kernels
-from octavo.kernels.launcher import Launcher
+from octavo.kernels.cast_transpose import launch as cast_kernels
+from octavo.kernels.launcher import Launcher, Prepared
 from octavo.scaling import COLUMN, ROW
 
 SHAPE = (16384, 8192)
@@ -225,9 +226,10 @@ def with_constants(module: ModuleType, values: dict[str, Any], cases: dict[str, 
 
 
 def forget_variants(module: ModuleType) -> None:
-    """Compiled variants that a module's launchers hold."""
-    for value in vars(module).values():
+    """Compiled variants that a module's launchers hold, and what its package has prepared."""
+    package = sys.modules[str(module.__package__)]
+    for value in (*vars(module).values(), *vars(package).values()):
         if isinstance(value, Launcher):
             value._variants.clear()
-        elif hasattr(value, "cache_clear"):
-            value.cache_clear()
+        elif isinstance(value, Prepared):
+            value.clear()

@@ -103,7 +103,10 @@ def traceable_new_empty(tensor: torch.Tensor, *size: Any, **kwargs: Any) -> torc
 
 
 REAL_EMPTY = torch.empty
+# What `octavo.kernels.allocation` takes instead on a GPU; never traced.
+QUICK = torch._C._dynamo.guards
 REPLACEMENTS = [
+    (QUICK, "_empty_strided_cuda", filling(QUICK._empty_strided_cuda, QUICK._empty_strided_cuda)),
     (torch, "empty", filling(torch.empty, torch.empty)),
     (torch, "empty_like", filling(torch.empty_like, torch.empty_like)),
     (torch, "empty_strided", filling(torch.empty_strided, torch.empty_strided)),

@@ -76,7 +76,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     from triton.runtime import interpreter
 
     from octavo.kernels.amax import triton_kernel as amax_kernels
-    from octavo.kernels.cast_transpose import triton_kernel as cast_kernels
+    from octavo.kernels.cast_transpose import launch as cast_kernels
 
     formats, convert = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}, interpreter.InterpreterBuilder.create_fp_to_fp
 
@@ -216,7 +216,7 @@ def test_traced_a_launch_gives_no_output_that_is_an_input(kernels: SimpleNamespa
     for shape in ((1, 1), (17, 31), (130, 70)):
         x = matrix(shape, torch.bfloat16)
         pair, rule, gathered, expected_gathered = given(kind, x), rule_of(kind), torch.zeros(()), torch.zeros(())
-        call = kernels.cast.prepare(x, E4M3, *pair, rule, gathered, False, False, traced=True)
+        call = kernels.cast.prepare(x, E4M3, *pair, rule, gathered, False, False)
         kernels.cast.cast_transpose_kernel[(call.programs,)](*call.tensors, *call.numbers, *call.constants)
         expected = cast_transpose_reference(x, E4M3, *pair, rule, expected_gathered)
         outputs = [out if out is None or out.shape != (1,) else out.reshape(()) for out in call.outputs]

@@ -17,7 +17,7 @@ from tests.kernels.variants import Launch, launches_of, specialized
 
 from octavo.formats import E4M3, E5M2
 from octavo.kernels.amax import triton_kernel as amax_kernels
-from octavo.kernels.cast_transpose import triton_kernel as cast_kernels
+from octavo.kernels.cast_transpose import launch as cast_kernels
 from octavo.kernels.cast_transpose import unsupported_reasons
 
 pytestmark = pytest.mark.skipif(
@@ -133,7 +133,7 @@ def test_more_than_31_bits_of_rows_are_another_variant(monkeypatch: pytest.Monke
     short, long = launches_of(monkeypatch, amax_kernels, "_launch_partial", call)
     place = kernel.arg_names.index("rows")
     assert [specialized(kernel, launch)[place] for launch in (short, long)] == [("i32", None), ("i64", None)]
-    assert short.key[2] != long.key[2]
+    assert short.key.parts[2] != long.key.parts[2]
 
 
 def test_a_small_matrix_has_smaller_blocks_than_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.kernels.launcher import Launcher, specialization
+from octavo.kernels.launcher import Key, Launcher, specialization
 
 NUMBERS = [0, 1, 2, 3, 15, 16, 17, 31, 32, 48, 4096, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**31 + 16, 2**40 + 1]
 
@@ -60,9 +60,8 @@ class FakeKernel:
         return compile_and_run
 
 
-def fake_tensor(address: int, index: int | None = 0) -> Any:
-    device = SimpleNamespace(index=index, type="cpu" if index is None else "cuda")
-    return SimpleNamespace(device=device, data_ptr=lambda: address)
+def fake_tensor(address: int, index: int = 0) -> Any:
+    return SimpleNamespace(get_device=lambda: index, data_ptr=lambda: address)
 
 
 @pytest.fixture
@@ -77,7 +76,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> None:
         yield
         Device.current = before
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: Device.current)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: Device.current, raising=False)
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1000 + index, raising=False)
 
@@ -97,6 +96,40 @@ def test_a_key_compiles_once_and_then_launches_by_address() -> None:
         ("function 0", "metadata 0", 0, 1000, (9, 1, 1), (0x300, 0x400, 6, 8, True, 64)),
         ("function 0", "metadata 0", 0, 1000, (2, 1, 1), (0x100, 0x200, 5, 7, True, 64)),
     ]
+
+
+@pytest.mark.usefixtures("cards")
+@pytest.mark.parametrize("scratch", [0, 64])
+def test_a_variant_of_tritons_is_entered_with_what_its_own_launcher_hands_on(scratch: int) -> None:
+    """Of a kernel that wants scratch memory the launcher itself is called, which allocates it."""
+    pytest.importorskip("triton")
+    from triton.backends.nvidia.driver import CudaLauncher
+    from triton.runtime import _allocation
+
+    entered: list[tuple[Any, ...]] = []
+    run = CudaLauncher.__new__(CudaLauncher)  # without its C code, which needs a compiler and a driver
+    run.num_ctas, run.launch_cooperative_grid, run.launch_pdl = 1, False, True
+    run.global_scratch_size, run.global_scratch_align = scratch, 16
+    run.profile_scratch_size = run.profile_scratch_align = 0
+    run.launch = lambda *arguments: entered.append(arguments)
+    variant = SimpleNamespace(run=run, function="function", packed_metadata="metadata")
+    launch = Launcher({(9,): lambda *arguments, num_warps: variant})
+    launch(9, "key", (fake_tensor(0x100),), (5,), (True,), 4)
+    assert entered == [], "the first call runs through Triton itself"
+    before = _allocation._allocator.set(lambda *wanted: wanted)
+    try:
+        launch(9, "key", (fake_tensor(0x200),), (6,), (True,), 4)
+        run(9, 1, 1, 1000, "function", "metadata", None, None, None, 0x200, 6, True)
+    finally:
+        _allocation._allocator.reset(before)
+    ours, theirs = entered
+    assert ours == theirs
+    assert ours[7] == ((9 * scratch, 16, 1000) if scratch else None)
+
+
+def test_equal_parts_are_one_key() -> None:
+    assert Key.of("bf16", (1, 2)) is Key.of("bf16", (1, 2))
+    assert len({Key.of("bf16", 1), Key.of("bf16", 2), Key.of("bf16")}) == 3
 
 
 @pytest.mark.usefixtures("cards")

@@ -31,7 +31,7 @@ from tests.kernels.variants import (
 
 from octavo.formats import E4M3, E5M2, Format
 from octavo.kernels.amax import triton_kernel as amax_kernels
-from octavo.kernels.cast_transpose import triton_kernel as cast_kernels
+from octavo.kernels.cast_transpose import launch as cast_kernels
 
 pytestmark = pytest.mark.skipif(
     not hasattr(cast_kernels.cast_transpose_kernel, "cache_key"), reason="kernels are interpreted in this process"
@@ -104,7 +104,7 @@ def test_what_compiled_code_launches_keeps_all_in_registers(kind: str, tmp_path:
     x = matrix()
     # No recipe asks for sums with scales given by row and column: of those ptxas keeps 8 bytes on the stack.
     sums, gathered = kind != "row and column", torch.zeros(())
-    call = cast_kernels.prepare(x, E4M3, *given(kind, x), rule_of(kind), gathered, False, sums, traced=True)
+    call = cast_kernels.prepare(x, E4M3, *given(kind, x), rule_of(kind), gathered, False, sums)
     launch = Launch(call.programs, None, call.tensors, call.numbers, call.constants, cast_kernels.WARPS)
     variant = compiled(cast_kernels.cast_transpose_kernel, launch)
     assert stack_and_local_bytes(variant, tmp_path) == [0, 0]

@@ -16,8 +16,9 @@ from torch.library import triton_op, wrap_triton
 
 from octavo.formats import format_named
 from octavo.kernels.amax import triton_kernel as amax_kernels
-from octavo.kernels.cast_transpose import triton_kernel as cast_kernels
+from octavo.kernels.cast_transpose import launch as cast_kernels
 from octavo.kernels.cast_transpose.rule import ScaleRule
+from octavo.kernels.known_writes import remember_writes
 
 # Off by default in torch 2.11 to 2.13, and then every launch goes through Triton's own launcher, which asks the driver
 # about each pointer. The processes in which Inductor compiles decide on it too, and are told by the environment alone;
@@ -25,6 +26,8 @@ from octavo.kernels.cast_transpose.rule import ScaleRule
 if hasattr(torch._inductor.config, "static_launch_user_defined_triton_kernels"):
     torch._inductor.config.static_launch_user_defined_triton_kernels = True
     os.environ.setdefault("TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS", "1")
+
+remember_writes(amax_kernels.partial_amax_kernel, cast_kernels.cast_transpose_kernel)
 
 
 @triton_op("octavo::partial_amax_inductor", mutates_args=())
@@ -54,10 +57,9 @@ def cast_transpose_inductor(
     """`octavo.kernels.cast_transpose.cast_transpose`; an empty tensor for what is not wanted. The sums are partial."""
     x = x if x.stride(1) == 1 else x.contiguous()
     rule = None if epsilon is None else ScaleRule(epsilon, power_of_two)
-    outputs, programs, _, tensors, numbers, constants = cast_kernels.prepare(
-        x, format_named(format), rowwise, rowwise if shared else columnwise, rule, gathered, inf_to_nan, column_sum,
-        traced=True,
-    )  # fmt: skip
+    outputs, programs, tensors, numbers, constants = cast_kernels.prepare(
+        x, format_named(format), rowwise, rowwise if shared else columnwise, rule, gathered, inf_to_nan, column_sum
+    )
     wrap_triton(cast_kernels.cast_transpose_kernel)[(programs,)](
         *tensors, *numbers, *constants, num_warps=cast_kernels.WARPS
     )

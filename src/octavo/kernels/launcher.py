@@ -4,15 +4,25 @@
 knows what decides (dtypes, flags, which numbers are multiples of 16) gives it as a key, and the compiled variant is
 found by that. The price: a key that leaves something out would launch the wrong variant, so a kernel marks whatever is
 not in the key as `do_not_specialize`.
+
+A variant is entered where Triton's own launcher enters C. What that launcher does before, in Python, is to allocate
+scratch memory for kernels that want some: of one that does, or in a version of Triton that is not known here, the
+launcher itself is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable
+from operator import methodcaller
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+_address = methodcaller("data_ptr")
+_MOST_PREPARED = 1024
+# Whose launcher `_entry` knows.
+_TRITON = "3.6."
 
 
 def specialization(*numbers: int) -> tuple[int, ...]:
@@ -20,18 +30,30 @@ def specialization(*numbers: int) -> tuple[int, ...]:
     return tuple((n % 16 == 0) + 2 * (n == 1) + 4 * (n >> 31 > 0) for n in numbers)
 
 
-class Key(tuple[Any, ...]):
-    """A part of a key that is made once and looked up often: it knows its hash."""
+class Key:
+    """A key that is made once and looked up often: of equal parts there is one, which is told by its identity."""
 
-    def __new__(cls, parts: tuple[Any, ...] = ()) -> Key:
-        """Of its parts."""
-        key = super().__new__(cls, parts)
-        key._hash = tuple.__hash__(key)  # type: ignore[attr-defined]
-        return key
+    __slots__ = ("parts",)
+    _known: ClassVar[dict[tuple[Any, ...], Key]] = {}
 
-    def __hash__(self) -> int:
-        known: int = self._hash  # type: ignore[attr-defined]
-        return known
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        self.parts = parts
+
+    @classmethod
+    def of(cls, *parts: Any) -> Key:
+        """The one key of these parts."""
+        return cls._known.setdefault(parts, cls(parts))
+
+
+class Prepared(dict[Hashable, Any]):
+    """What was made ready for calls, by what decides on it. A training makes the same few calls again and again."""
+
+    def keep(self, key: Hashable, made: Any) -> Any:
+        """Keep what was made for a key, and return it; who has a thousand begins anew."""
+        if len(self) >= _MOST_PREPARED:
+            self.clear()
+        self[key] = made
+        return made
 
 
 class Launcher:
@@ -43,7 +65,7 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._variants: dict[Hashable, Any] = {}
+        self._variants: dict[Hashable, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
 
     def __call__(
         self,
@@ -62,24 +84,36 @@ class Launcher:
             tensors, numbers, constants: all of the kernel's arguments, in this order.
             warps: per program.
         """
-        device = tensors[0].device
-        index = device.index
-        if device.type == "cuda" and index != torch.cuda.current_device():
+        index = tensors[0].get_device()
+        if index >= 0 and index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
                 self(programs, key, tensors, numbers, constants, warps)
             return
         full_key = (index, warps, key)
-        variant = self._variants.get(full_key)
-        if variant is None:
+        entry = self._variants.get(full_key)
+        if entry is None:
             # Under Triton's interpreter there is no variant to keep.
             variant = self._kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps)
             if variant is not None:
-                self._variants[full_key] = variant
+                self._variants[full_key] = _entry(variant)
             return
-        # Of a tensor Triton's launcher would ask the driver where it lies; an address it takes as it is.
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        launch, about = entry
         stream = torch._C._cuda_getCurrentRawStream(index)
-        variant.run(
-            programs, 1, 1, stream, variant.function, variant.packed_metadata, None, None, None,
-            *addresses, *numbers, *constants,
-        )  # fmt: skip
+        # Of a tensor the launcher would ask the driver where it lies; an address it takes as it is.
+        launch(programs, 1, 1, stream, *about, *map(_address, tensors), *numbers, *constants)
+
+
+def _entry(variant: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What launches a compiled variant, and the arguments between the stream and those of the kernel.
+
+    These end with Triton's metadata of a launch and its two hooks, none of which there is.
+    """
+    run, about = variant.run, (variant.packed_metadata, None, None, None)
+    kind = type(run)
+    if (kind.__module__, kind.__name__) == ("triton.backends.nvidia.driver", "CudaLauncher"):
+        from triton import __version__
+
+        if __version__.startswith(_TRITON) and run.global_scratch_size == run.profile_scratch_size == 0:
+            flags = run.launch_cooperative_grid, run.launch_pdl
+            return run.launch, (variant.function, *flags, None, None, *about)
+    return run, (variant.function, *about)

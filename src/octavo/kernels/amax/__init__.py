@@ -5,13 +5,19 @@ Price: a pass over memory of its own (2 bytes an element in bf16), which delayed
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from octavo.kernels.amax.reference import amax_by_row_and_column_reference, amax_reference
+from octavo.kernels.launcher import Prepared
 from octavo.kernels.library import register
 from octavo.kernels.triton_support import device_reasons, runs_compiled, uses_triton
 from octavo.scaling import COLUMN, ROW, TENSOR, Granularity
+
+# What runs calls of late, by all that decides on it.
+_PREPARED = Prepared()
 
 
 def amax(x: Tensor, granularity: Granularity = TENSOR) -> Tensor:
@@ -64,23 +70,45 @@ def _check(x: Tensor) -> None:
 
 
 def _launch_partial(x: Tensor) -> Tensor:
-    _check(x)
-    if uses_triton(x) and x.numel():
-        from octavo.kernels.amax.triton_kernel import partial_amax_triton
+    if not x.is_cuda:
+        _check(x)
+        return _partial_by_reference(x)
+    key = (x.dtype, x.shape, x.stride(), x.get_device(), x.data_ptr() % 16 == 0)
+    partial = _PREPARED.get(key)
+    if partial is None:
+        _check(x)
+        partial = _partial_by_reference
+        if uses_triton(x) and x.numel():
+            from octavo.kernels.amax import triton_kernel
 
-        return partial_amax_triton(x)
+            partial = triton_kernel.prepared_partial(x)
+        _PREPARED.keep(key, partial)
+    result: Tensor = partial(x)
+    return result
+
+
+def _partial_by_reference(x: Tensor) -> Tensor:
     return amax_reference(x, TENSOR).reshape(1)
 
 
 def _launch_by_row_and_column(
     x: Tensor, row: bool, column: bool, apart: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
-    _check(x)
-    if uses_triton(x) and x.numel():
-        from octavo.kernels.amax.triton_kernel import amax_by_row_and_column_triton
+    if not x.is_cuda:
+        _check(x)
+        return amax_by_row_and_column_reference(x, row, column)
+    key = (x.dtype, x.shape, x.stride(), x.get_device(), x.data_ptr() % 16 == 0, row, column, apart)
+    both = _PREPARED.get(key)
+    if both is None:
+        _check(x)
+        both = functools.partial(amax_by_row_and_column_reference, row=row, column=column)
+        if uses_triton(x) and x.numel():
+            from octavo.kernels.amax import triton_kernel
 
-        return amax_by_row_and_column_triton(x, row, column, apart)
-    return amax_by_row_and_column_reference(x, row, column)
+            both = triton_kernel.prepared_by_row_and_column(x, row, column, apart)
+        _PREPARED.keep(key, both)
+    by_row, by_column = both(x)
+    return by_row, by_column
 
 
 def _compiled_partial(x: Tensor) -> Tensor:

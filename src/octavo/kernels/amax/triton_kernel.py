@@ -10,12 +10,15 @@ read, blocks meet in atomic maxima on memory that starts at zero.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.launcher import Launcher, specialization
+from octavo.kernels.allocation import new_on
+from octavo.kernels.launcher import Key, Launcher, specialization
 from octavo.kernels.layout import padded
 
 # Elements of a block of a whole matrix: 32 a thread, four 16-byte loads of bf16 in flight.
@@ -101,13 +104,105 @@ _launch_partial = Launcher(partial_amax_kernel)
 _launch_by_row_and_column = Launcher(amax_by_row_and_column_kernel)
 
 
+class PreparedPartial:
+    """The launch for all x that are equal in what `prepared_partial` asks of its own."""
+
+    __slots__ = ("constants", "index", "key", "made", "numbers")
+
+    def __init__(self, x: Tensor) -> None:
+        self.index = x.get_device()
+        self.numbers, self.constants = _partial_arguments(x)
+        rows, *others = self.numbers
+        self.key = Key.of(x.dtype, x.data_ptr() % 16 == 0, rows >> 31, specialization(*others), self.constants)
+        self.made = (self.constants[-1],), (1,), torch.float32
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """As `partial_amax_triton`."""
+        if self.index >= 0 and self.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(self.index):
+                return self(x)
+        out = new_on(self.index)(*self.made)
+        _launch_partial(self.constants[-1], self.key, (x, out), self.numbers, self.constants, WARPS)
+        return out
+
+
+def prepared_partial(x: Tensor) -> Callable[[Tensor], Tensor]:
+    """What gives the partial amaxes of x, and of all others of equal dtype, shape, strides, alignment and device."""
+    if x.dtype != torch.float64 and x.stride(1) == 1:
+        return PreparedPartial(x)
+
+    def rearranged(x: Tensor) -> Tensor:
+        x = _with_contiguous_rows(x)
+        return PreparedPartial(x)(x)
+
+    return rearranged
+
+
 def partial_amax_triton(x: Tensor) -> Tensor:
     """As `octavo.kernels.amax.partial_amax`, for an x of at least one element on a device that Triton compiles for."""
-    x = _with_contiguous_rows(x)
-    out, numbers, constants = prepare_partial(x)
-    key = (x.dtype, x.data_ptr() % 16 == 0, numbers[0] >> 31, specialization(*numbers[1:]), constants)
-    _launch_partial(constants[-1], key, (x, out), numbers, constants, WARPS)
-    return out
+    return prepared_partial(x)(x)
+
+
+class PreparedByRowAndColumn:
+    """The launch for all x that are equal in what `prepared_by_row_and_column` asks of its own.
+
+    By row and by column begin as zeros of one fill; the second where its alignment is that of a tensor of its own.
+    """
+
+    __slots__ = ("apart", "begin", "constants", "index", "key", "numbers", "programs")
+
+    def __init__(self, x: Tensor, row: bool, column: bool, apart: bool) -> None:
+        rows, columns = x.shape
+        blocks = _BLOCKS_LARGE if rows * columns >= _LARGE else _BLOCKS
+        self.index = x.get_device()
+        self.apart = apart
+        self.begin = padded(rows) if row else 0
+        self.programs = -(-rows // (_BLOCK_ROWS * blocks)) * -(-columns // _BLOCK_COLUMNS)
+        self.numbers = rows, columns, x.stride(0)
+        self.constants = row, column, _BLOCK_ROWS, _BLOCK_COLUMNS, blocks
+        others = specialization(columns, x.stride(0))
+        self.key = Key.of(x.dtype, x.data_ptr() % 16 == 0, rows >> 31, others, self.constants)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """As `amax_by_row_and_column_triton`."""
+        if self.index >= 0 and self.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(self.index):
+                return self(x)
+        by_row, by_column = self._zeros()
+        tensors = (x, x if by_row is None else by_row, x if by_column is None else by_column)
+        _launch_by_row_and_column(
+            self.programs, self.key, tensors, self.numbers, self.constants, _WARPS_BY_ROW_AND_COLUMN
+        )
+        return by_row, by_column
+
+    def _zeros(self) -> tuple[Tensor | None, Tensor | None]:
+        (rows, columns, _), (row, column, *_) = self.numbers, self.constants
+        extent = self.begin + (columns if column else 0)
+        zeros = new_on(self.index)((extent,), (1,), torch.float32).zero_()
+        by_row = zeros.as_strided((rows, 1), (1, 1)) if row else None
+        by_column = zeros.as_strided((1, columns), (columns, 1), self.begin) if column else None
+        return by_row, by_column.clone() if self.apart and by_column is not None else by_column
+
+
+def prepared_by_row_and_column(
+    x: Tensor, row: bool, column: bool, apart: bool
+) -> Callable[[Tensor], tuple[Tensor | None, Tensor | None]]:
+    """What gives the amaxes of x, and of all others of equal dtype, shape, strides, alignment and device."""
+    if x.dtype != torch.float64 and x.stride(1) == 1:
+        return PreparedByRowAndColumn(x, row, column, apart)
+
+    def rearranged(x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x = x.float() if x.dtype == torch.float64 else x
+        if x.stride(1) == 1 or x.stride(0) != 1:
+            x = x if x.stride(1) == 1 else x.contiguous()
+            return PreparedByRowAndColumn(x, row, column, apart)(x)
+        by_column, by_row = PreparedByRowAndColumn(x.t(), column, row, apart)(x.t())
+        return (
+            None if by_row is None else by_row.reshape(-1, 1),
+            None if by_column is None else by_column.reshape(1, -1),
+        )
+
+    return rearranged
 
 
 def amax_by_row_and_column_triton(
@@ -117,41 +212,17 @@ def amax_by_row_and_column_triton(
 
     apart: the two share no memory.
     """
-    if x.dtype == torch.float64:
-        x = x.float()
-    if x.stride(1) != 1:
-        if x.stride(0) == 1:
-            by_column, by_row = amax_by_row_and_column_triton(x.t(), column, row, apart)
-            return (
-                None if by_row is None else by_row.reshape(-1, 1),
-                None if by_column is None else by_column.reshape(1, -1),
-            )
-        x = x.contiguous()
-    rows, columns = x.shape
-    by_row, by_column = _zeros(x, row, column, apart)
-    blocks = _BLOCKS_LARGE if rows * columns >= _LARGE else _BLOCKS
-    programs = -(-rows // (_BLOCK_ROWS * blocks)) * -(-columns // _BLOCK_COLUMNS)
-    tensors = (x, x if by_row is None else by_row, x if by_column is None else by_column)
-    numbers, constants = (rows, columns, x.stride(0)), (row, column, _BLOCK_ROWS, _BLOCK_COLUMNS, blocks)
-    key = (x.dtype, x.data_ptr() % 16 == 0, rows >> 31, specialization(*numbers[1:]), constants)
-    _launch_by_row_and_column(programs, key, tensors, numbers, constants, _WARPS_BY_ROW_AND_COLUMN)
-    return by_row, by_column
-
-
-def _zeros(x: Tensor, row: bool, column: bool, apart: bool) -> tuple[Tensor | None, Tensor | None]:
-    """What a launch starts from: zeros [M, 1] and [1, K], made by one fill unless they are `apart`."""
-    rows, columns = x.shape
-    if apart or not (row and column):
-        by_row = x.new_zeros((rows, 1), dtype=torch.float32) if row else None
-        return by_row, x.new_zeros((1, columns), dtype=torch.float32) if column else None
-    # The second begins where its alignment is that of a tensor of its own.
-    begin = padded(rows)
-    both = x.new_zeros(begin + columns, dtype=torch.float32)
-    return both[:rows].view(rows, 1), both[begin:].view(1, columns)
+    return prepared_by_row_and_column(x, row, column, apart)(x)
 
 
 def prepare_partial(x: Tensor) -> tuple[Tensor, tuple[int, int, int], tuple[int, int, int]]:
-    """(out [P], numbers, constants) of a launch for an x whose rows are contiguous."""
+    """(out [P], numbers, constants) of a launch in traced code, for an x whose rows are contiguous."""
+    numbers, constants = _partial_arguments(x)
+    return x.new_empty(constants[-1], dtype=torch.float32), numbers, constants
+
+
+def _partial_arguments(x: Tensor) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """(numbers, constants) of a launch for an x whose rows are contiguous."""
     rows, columns = x.shape
     # The widest block that fits into the columns without a rest; if that is narrow, with one.
     width = columns & -columns
@@ -161,8 +232,7 @@ def prepare_partial(x: Tensor) -> tuple[Tensor, tuple[int, int, int], tuple[int,
     if isinstance(rows, int):
         tiles = -(-rows // (_BLOCK // width)) * -(-columns // width)
         partials = min(_MOST_PARTIALS, triton.next_power_of_2(tiles))
-    out = x.new_empty(partials, dtype=torch.float32)
-    return out, (rows, columns, x.stride(0)), (_BLOCK, width, partials)
+    return (rows, columns, x.stride(0)), (_BLOCK, width, partials)
 
 
 def _with_contiguous_rows(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ is written later into the state that they came from, the product and the backwar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +25,13 @@ from torch import Tensor
 from octavo.formats import E4M3, E5M2, Format, format_named
 from octavo.kernels.cast_transpose.reference import cast_transpose_reference
 from octavo.kernels.cast_transpose.rule import ScaleRule
+from octavo.kernels.launcher import Prepared
 from octavo.kernels.layout import padded
 from octavo.kernels.library import register
 from octavo.kernels.triton_support import device_reasons, one_column_reasons, runs_compiled, runs_on
+
+_Outputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+_PREPARED = Prepared()
 
 
 class CastOutput(NamedTuple):
@@ -101,13 +106,60 @@ def _launch(
     gathered: Tensor | None,
     inf_to_nan: bool,
     column_sum: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    _check(x, rowwise, columnwise)
-    if x.is_cuda and x.numel() and x.shape[1] != 1 and runs_on(x.device.index, format.name):
-        from octavo.kernels.cast_transpose.triton_kernel import cast_transpose_triton
+) -> _Outputs:
+    if not x.is_cuda:
+        _check(x, rowwise, columnwise)
+        return cast_transpose_reference(x, format, rowwise, columnwise, rule, gathered, inf_to_nan, column_sum)
+    shared = columnwise is rowwise
+    # All that decides on what runs, but for the values of the tensors, and where scales and amaxes lie.
+    key = (
+        x.dtype,
+        x.shape,
+        x.stride(),
+        x.get_device(),
+        x.data_ptr() % 16 == 0,
+        format.name,
+        rule,
+        gathered is None,
+        inf_to_nan,
+        column_sum,
+        torch.cuda.is_current_stream_capturing(),
+        shared,
+        None if rowwise is None else rowwise.shape,
+        rowwise is None or rowwise.is_contiguous(),
+        None if shared or columnwise is None else columnwise.shape,
+        shared or columnwise is None or columnwise.is_contiguous(),
+    )
+    cast = _PREPARED.get(key)
+    if cast is None:
+        cast = _PREPARED.keep(
+            key, _prepared(x, format, rowwise, columnwise, rule, gathered is not None, inf_to_nan, column_sum)
+        )
+    outputs: _Outputs = cast(x, rowwise, columnwise, gathered)
+    return outputs
 
-        return cast_transpose_triton(x, format, rowwise, columnwise, rule, gathered, inf_to_nan, column_sum)
-    return cast_transpose_reference(x, format, rowwise, columnwise, rule, gathered, inf_to_nan, column_sum)
+
+def _prepared(
+    x: Tensor,
+    format: Format,
+    rowwise: Tensor | None,
+    columnwise: Tensor | None,
+    rule: ScaleRule | None,
+    gathers: bool,
+    inf_to_nan: bool,
+    column_sum: bool,
+) -> Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], _Outputs]:
+    """What runs this call and all that are like it, called with x, rowwise, columnwise and gathered."""
+    _check(x, rowwise, columnwise)
+    if x.numel() and x.shape[1] != 1 and runs_on(x.device.index, format.name):
+        from octavo.kernels.cast_transpose import launch
+
+        return launch.prepared(x, format, rowwise, columnwise, rule, gathers, inf_to_nan, column_sum)
+
+    def by_reference(x: Tensor, rowwise: Tensor | None, columnwise: Tensor | None, gathered: Tensor | None) -> _Outputs:
+        return cast_transpose_reference(x, format, rowwise, columnwise, rule, gathered, inf_to_nan, column_sum)
+
+    return by_reference
 
 
 def _compiled(

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from octavo.modules import FP8LinearMixin
+from octavo.modules import FP8LinearMixin, MLPPart
 from octavo.recipes.recipe import OPERANDS
 from octavo.tensor import QuantizedTensor
 
@@ -24,7 +24,8 @@ def state_dict(model: nn.Module, plain: bool = True) -> dict[str, Any]:
         return entries
     for name, module in model.named_modules():
         if isinstance(module, FP8LinearMixin):
-            prefix = f"{name}." if name else ""
+            # A part of a larger layer has its entries among those of the layer.
+            prefix = f"{name}{'_' if isinstance(module, MLPPart) else '.'}" if name else ""
             for operand in OPERANDS:
                 entries.pop(f"{prefix}{operand}_scale", None)
                 entries.pop(f"{prefix}{operand}_amax_history", None)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo.functional.products import shaped
+from octavo.functional.reference import norm_reference
 from octavo.functional.shared_input import as_rows
 from octavo.kernels.norm_cast import Norm, norm_output
 from octavo.kernels.norm_cast.reference import normalised
@@ -34,17 +35,18 @@ def normalise(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None)
         weight, bias: [K] or None.
     """
     if x.dtype == torch.float64:
-        return _normalised_in_float64(x, norm, weight, bias)
+        weight, bias = (None if parameter is None else parameter.double() for parameter in (weight, bias))
+        return norm_reference(x, norm, weight, bias)
     if torch.is_grad_enabled():
         result: Tensor = _Norm.apply(x, weight, bias, norm)
         return result
-    return norm_output(as_rows(x), norm, weight, bias).output.reshape(x.shape)
+    return norm_output(dense_rows(x), norm, weight, bias).output.reshape(x.shape)
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm) -> Tensor:
-        output, _, mean, rstd = norm_output(as_rows(x), norm, weight, bias)
+        output, _, mean, rstd = norm_output(dense_rows(x), norm, weight, bias)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.norm, ctx.bias_dtype = norm, None if bias is None else bias.dtype
         return shaped(output, x.shape[:-1])
@@ -58,13 +60,19 @@ class _Norm(torch.autograd.Function):
             )
         x, weight, mean, rstd = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
-        dx, dweight, dbias = norm_backward(as_rows(dy), as_rows(x), ctx.norm, weight, mean, rstd, needs)
+        dx, dweight, dbias = norm_backward(as_rows(dy), dense_rows(x), ctx.norm, weight, mean, rstd, needs)
         return (
             None if dx is None else dx.reshape(x.shape),
             None if dweight is None else dweight.to(weight.dtype),
             None if dbias is None else dbias.to(ctx.bias_dtype),
             None,
         )
+
+
+def dense_rows(x: Tensor) -> Tensor:
+    """[..., K] as [M, K] with neighbours in a row side by side: in another order their sums are rounded otherwise."""
+    rows = as_rows(x)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def norm_backward(
@@ -104,12 +112,3 @@ def norm_backward(
             across = across - g.mean(1, keepdim=True)
         dx = (across * rstd[:, None]).to(x.dtype)
     return dx, dweight, dbias
-
-
-def _normalised_in_float64(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """As `normalise`; by operations that autograd knows."""
-    centred = x - x.mean(-1, keepdim=True) if norm.kind == "layer" else x
-    y = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + norm.epsilon)
-    if weight is not None:
-        y = y * (weight.double() + 1 if norm.zero_centered else weight.double())
-    return y if bias is None else y + bias.double()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from octavo.functional.fused_casts import cast_normalised, repeated_scale, repeating
 from octavo.functional.linear import quantize_weight
-from octavo.functional.norm import norm_backward
+from octavo.functional.norm import dense_rows, norm_backward
 from octavo.functional.products import (
     Extents,
     Kept,
@@ -85,7 +85,7 @@ def norm_linear(
         result: Any = _NormLinear.apply(x, norm_weight, norm_bias, weight, bias, setup, cached_weight)
         return result if setup.return_norm else (result, None)
     operand = cached_weight or quantize_weight(weight, setup.plan, True, False)
-    n = cast_normalised(as_rows(x), setup.norm, norm_weight, norm_bias, setup.plan.input, False, setup.return_norm)
+    n = cast_normalised(dense_rows(x), setup.norm, norm_weight, norm_bias, setup.plan.input, False, setup.return_norm)
     lead = x.shape[:-1]
     y = fprop(n.operand, operand, bias, _extents(x, weight, setup.dtype), setup.plan)
     return y.reshape(*lead, y.shape[1]), n.rows.reshape(x.shape) if setup.return_norm and n.rows is not None else None
@@ -109,7 +109,7 @@ class _NormLinear(torch.autograd.Function):
         again = needs_dw and plan.wgrad_fp8 and plan.keeps_input
         columnwise, keeps_n = needs_dw and plan.wgrad_fp8 and not again, needs_dw and not plan.wgrad_fp8
         return_rows = setup.return_norm or keeps_n
-        n = cast_normalised(as_rows(x), setup.norm, norm_weight, norm_bias, plan.input, columnwise, return_rows)
+        n = cast_normalised(dense_rows(x), setup.norm, norm_weight, norm_bias, plan.input, columnwise, return_rows)
         w = cached_weight
         if w is None:
             w = quantize_weight(weight, plan, True, needs_dn and plan.dgrad_fp8)
@@ -141,7 +141,7 @@ class _NormLinear(torch.autograd.Function):
             # 1. The products.  dy [M, N] -> dn [M, K], dw [N, K], db [N]
             if ctx.again:
                 quantizer = repeating(setup.plan.input, n_scale)
-                made = cast_normalised(as_rows(x), setup.norm, norm_weight, norm_bias, quantizer, True, False)
+                made = cast_normalised(dense_rows(x), setup.norm, norm_weight, norm_bias, quantizer, True, False)
                 n = Kept(made.operand.codes_t, made.operand.scale_t)
             gradient = quantized_gradient(as_rows(dy), setup.plan, needs)
             dn, dw, db = gradients(gradient, n, Kept(*saved[3:6]), needs, ctx.extents, setup.plan)
@@ -149,7 +149,7 @@ class _NormLinear(torch.autograd.Function):
         dn = summed(dn, dn_returned)
         if dn is not None and needs.dx:
             wants = ctx.needs_input_grad[:3]
-            dx, dgamma, dbeta = norm_backward(dn, as_rows(x), setup.norm, norm_weight, mean, rstd, wants)
+            dx, dgamma, dbeta = norm_backward(dn, dense_rows(x), setup.norm, norm_weight, mean, rstd, wants)
         small = zip((dgamma, dbeta, db), ctx.dtypes, strict=True)
         dgamma, dbeta, db = (None if value is None else value.to(dtype) for value, dtype in small)
         return None if dx is None else dx.reshape(ctx.x_shape), dgamma, dbeta, dw, db, None, None

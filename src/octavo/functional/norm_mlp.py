@@ -32,7 +32,7 @@ from octavo.functional.fused_casts import (
     repeating,
 )
 from octavo.functional.linear import quantize_weight
-from octavo.functional.norm import norm_backward
+from octavo.functional.norm import dense_rows, norm_backward
 from octavo.functional.products import (
     Extents,
     Kept,
@@ -140,7 +140,7 @@ def _middle(x: Tensor, parameters: Parameters, w1: Operand, setup: NormMLP, layo
     """Everything before the second product."""
     # 1. Codes of n.  [M, K]
     n = cast_normalised(
-        as_rows(x), setup.norm, parameters.norm_weight, parameters.norm_bias, setup.fc1.input, layouts.n_columnwise,
+        dense_rows(x), setup.norm, parameters.norm_weight, parameters.norm_bias, setup.fc1.input, layouts.n_columnwise,
         layouts.n_rows,
     )  # fmt: skip
     # 2. The first product.  [M, K] @ [K, N] -> [M, N]
@@ -194,12 +194,12 @@ class _NormMLP(torch.autograd.Function):
         setup: NormMLP = ctx.setup
         _, fc1, fc2 = _needs(ctx.needs_input_grad)
         first, second = ctx.extents
-        saved = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: a checkpoint unpacks them as they are read
         w1, w2, (x, norm_weight, mean, rstd) = Kept(*saved[8:11]), Kept(*saved[11:14]), saved[14:18]
         dn = dw1 = db1 = dw2 = db2 = dx = dgamma = dbeta = None
         if dy is not None:
             # 1. What was not kept.
-            n, z, a = _completed(ctx, fc1, fc2)
+            n, z, a = _completed(ctx, saved, fc1, fc2)
             # 2. The second product.  dy [M, K'] -> da [M, F], dw2 [K', F], db2 [K']
             gradient = quantized_gradient(as_rows(dy), setup.fc2, fc2)
             da, dw2, db2 = gradients(gradient, a, w2, fc2, second, setup.fc2)
@@ -212,7 +212,7 @@ class _NormMLP(torch.autograd.Function):
         dn = summed(dn, dn_returned)
         if dn is not None and fc1.dx:
             needs = ctx.needs_input_grad[:3]
-            dx, dgamma, dbeta = norm_backward(dn, as_rows(x), setup.norm, norm_weight, mean, rstd, needs)
+            dx, dgamma, dbeta = norm_backward(dn, dense_rows(x), setup.norm, norm_weight, mean, rstd, needs)
         small = [
             None if value is None else value.to(dtype)
             for value, dtype in zip((dgamma, dbeta, dw1, db1, dw2, db2), ctx.dtypes, strict=True)
@@ -273,9 +273,9 @@ def _kept_z(z: Tensor, setup: NormMLP, wanted: bool) -> tuple[Tensor | None, Ten
     return stored(z) if setup.stored_fp8 else (z, None)
 
 
-def _completed(ctx: Any, fc1: Needs, fc2: Needs) -> tuple[Kept, Tensor, Kept]:
+def _completed(ctx: Any, saved: Any, fc1: Needs, fc2: Needs) -> tuple[Kept, Tensor, Kept]:
     """What the backward needs of n, z and a: as it was kept, or made again with the scales of the forward."""
-    setup, saved, first = ctx.setup, ctx.saved_tensors, ctx.extents[0]
+    setup, first = ctx.setup, ctx.extents[0]
     n, (z, z_scale), a = Kept(*saved[:3]), saved[3:5], Kept(*saved[5:8])
     x, norm_weight = saved[14:16]
     norm_bias, n_scale, fc1_bias, w1_codes, w1_scale, a_scale = saved[18:]
@@ -284,7 +284,7 @@ def _completed(ctx: Any, fc1: Needs, fc2: Needs) -> tuple[Kept, Tensor, Kept]:
         # The product is that of the forward, and counted there.
         plan = setup.fc1._replace(input=repeating(setup.fc1.input, n_scale), counter=None)
         columnwise, rows = layouts.n_columnwise, layouts.n_rows
-        made = cast_normalised(as_rows(x), setup.norm, norm_weight, norm_bias, plan.input, columnwise, rows)
+        made = cast_normalised(dense_rows(x), setup.norm, norm_weight, norm_bias, plan.input, columnwise, rows)
         n = kept_input(made.operand, made.rows, setup.fc1, fc1.dw)
         if again.z:
             z = fprop(made.operand, Operand(w1_codes, w1_scale, None, None), fc1_bias, first, plan)

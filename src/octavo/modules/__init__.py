@@ -3,6 +3,7 @@
 from octavo.modules.layernorm_linear import LayerNormLinear
 from octavo.modules.layernorm_mlp import LayerNormMLP
 from octavo.modules.linear import OUT_DTYPES, CachedWeight, FP8LinearMixin, Linear
+from octavo.modules.mlp_part import MLPPart
 from octavo.modules.norm import LayerNorm, RMSNorm
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MLPPart",
     "OUT_DTYPES",
     "RMSNorm",
 ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +19,19 @@ from torch import Tensor
 from octavo.tensor import Operand, Quantizer
 
 
-class _Made(NamedTuple):
-    x: weakref.ref[Tensor]
-    version: int
-    dtype: torch.dtype
-    origin: tuple[Any, ...]
-    columnwise: bool
-    operand: Operand
-    takers: list[object]
+class _Made:
+    __slots__ = ("columnwise", "dtype", "operand", "origin", "takers", "version", "x")
+
+    def __init__(
+        self, x: Tensor, dtype: torch.dtype, origin: tuple[Any, ...], columnwise: bool, operand: Operand, owner: object
+    ) -> None:
+        self.x = weakref.ref(x, _forget)
+        self.version = x._version
+        self.dtype = dtype
+        self.origin = origin
+        self.columnwise = columnwise
+        self.operand = operand
+        self.takers = [owner]
 
 
 class _Last(threading.local):
@@ -45,10 +50,10 @@ def quantize_input(x: Tensor, quantizer: Quantizer, owner: object, dtype: torch.
         dtype: of what is quantized.
         columnwise: both layouts are wanted.
     """
-    origin = None if torch.compiler.is_compiling() or x.is_inference() else getattr(quantizer, "origin", None)
-    if origin is None:
+    origin = getattr(quantizer, "origin", None)
+    where = None if origin is None or torch.compiler.is_compiling() or x.is_inference() else origin()
+    if where is None:
         return quantizer(_as_matrix(x, dtype), True, columnwise)
-    where = origin()
     made = _LAST.made
     if (
         made is not None
@@ -64,7 +69,7 @@ def quantize_input(x: Tensor, quantizer: Quantizer, owner: object, dtype: torch.
         made.takers.append(owner)
         return made.operand
     operand = quantizer(_as_matrix(x, dtype), True, columnwise)
-    _LAST.made = _Made(weakref.ref(x, _forget), x._version, dtype, where, columnwise, operand, [owner])
+    _LAST.made = _Made(x, dtype, where, columnwise, operand, owner)
     return operand
 
 

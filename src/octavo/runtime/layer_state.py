@@ -103,6 +103,7 @@ class LayerState:
     def share_input(self, other: LayerState) -> None:
         """Have one state of the input with another layer, whose it is."""
         self.input = other.input
+        self.input.shared = True
         self.shares_input = other.shares_input = True
         self.plan = None
 
@@ -110,6 +111,7 @@ class LayerState:
         """Go on with a state of the input of its own, which begins as the shared one is."""
         if self.shares_input:
             self.input = copy.deepcopy(self.input)
+            self.input.shared = False
             self.shares_input = False
             self.plan = None
 

@@ -20,15 +20,13 @@ class BlockQuantizer(StatelessQuantizer):
     def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
         """Codes of x [M, K] under scales of its blocks."""
         spec = self.spec
-        return Operand(
-            *block_cast(
-                x,
-                spec.format,
-                spec.granularity,
-                spec.rule,
-                rowwise,
-                columnwise,
-                inf_to_nan=spec.inf_to_nan,
-                column_sum=column_sum,
-            )
+        return block_cast(
+            x,
+            spec.format,
+            spec.granularity,
+            spec.rule,
+            rowwise,
+            columnwise,
+            inf_to_nan=spec.inf_to_nan,
+            column_sum=column_sum,
         )

@@ -35,12 +35,14 @@ class OperandState:
         from_data: the scale is not known yet: measure it from the data until the next update.
         is_known: the state came from a state dict.
         closed_before: an update has been made.
+        shared: it may be that of several layers.
         captured: a CUDA graph reads or writes this state, so that all of it stays where it is.
     """
 
     scale: Tensor
     gathered: Tensor
     history: Tensor
+    shared: bool = False
 
     def __init__(self, device: torch.device | None = None, *, late_bound: bool = False) -> None:
         self.late_bound = late_bound

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from octavo.kernels import ScaleRule, amax_by_row_and_column, cast_transpose, partial_amax
+from octavo.kernels import CastOutput, ScaleRule, amax_by_row_and_column, cast_transpose, partial_amax
 from octavo.scaling import TENSOR
 from octavo.tensor import operand_state
 from octavo.tensor.operand_state import OperandState
@@ -23,37 +23,8 @@ from octavo.tensor.spec import QuantizeSpec
 MEASURED = ScaleRule()
 
 
-class Operand(NamedTuple):
-    """A matrix [M, K] as codes in one or both layouts, each K-major and padded to multiples of 16, with its scale.
-
-    codes [M', K'] with scale [] or [M', 1]; codes_t [K', M'] with scale_t [] or [K', 1]; column_sum [K], the float32
-    sums over the rows.
-    """
-
-    codes: Tensor | None
-    scale: Tensor | None
-    codes_t: Tensor | None
-    scale_t: Tensor | None
-    column_sum: Tensor | None = None
-
-    @property
-    def row_wise(self) -> tuple[Tensor, Tensor]:
-        """codes and scale, for an operand that was made with them."""
-        assert self.codes is not None, "the row-wise layout was not asked for"
-        assert self.scale is not None, "codes come with their scale"
-        return self.codes, self.scale
-
-    @property
-    def column_wise(self) -> tuple[Tensor, Tensor]:
-        """codes_t and scale_t, for an operand that was made with them."""
-        assert self.codes_t is not None, "the transposed layout was not asked for"
-        assert self.scale_t is not None, "codes come with their scale"
-        return self.codes_t, self.scale_t
-
-    @property
-    def transposed(self) -> Operand:
-        """The operand of the transposed matrix: the layouts change places."""
-        return Operand(self.codes_t, self.scale_t, self.codes, self.scale)
+# What a cast gives is the operand of a product.
+Operand = CastOutput
 
 
 class Quantizer(Protocol):
@@ -73,10 +44,14 @@ class StatelessQuantizer(ABC):
 
     def __init__(self, spec: QuantizeSpec) -> None:
         self.spec = spec
+        self._origin = (spec,)
 
-    def origin(self) -> tuple[object, ...]:
-        """What decides on the codes of given data: another quantizer makes the same if its is of the same objects."""
-        return (self.spec,)
+    def origin(self) -> tuple[object, ...] | None:
+        """What decides on the codes of given data: another quantizer makes the same if its is of the same objects.
+
+        None if no other quantizer could.
+        """
+        return self._origin
 
     def note(self, operand: Operand) -> None:  # noqa: B027 - whoever has no state has nothing to note
         """What another quantizer of the same origin made is taken as this one's."""
@@ -106,16 +81,14 @@ class CurrentQuantizer(StatelessQuantizer):
         else:
             # One scale a row of each layout: a row of the transposed matrix is a column of x.
             by_row, by_column = amax_by_row_and_column(x, rowwise, columnwise)
-        return Operand(
-            *cast_transpose(
-                x,
-                spec.format,
-                by_row if rowwise else None,
-                by_column if columnwise else None,
-                rule=spec.rule,
-                inf_to_nan=spec.inf_to_nan,
-                column_sum=column_sum,
-            )
+        return cast_transpose(
+            x,
+            spec.format,
+            by_row if rowwise else None,
+            by_column if columnwise else None,
+            rule=spec.rule,
+            inf_to_nan=spec.inf_to_nan,
+            column_sum=column_sum,
         )
 
     def again(self, x: Tensor, scale: Tensor, after: Tensor | None) -> Operand:
@@ -129,7 +102,7 @@ class CurrentQuantizer(StatelessQuantizer):
 
 
 def _cast_with(spec: QuantizeSpec, x: Tensor, columnwise: Tensor, rule: ScaleRule | None = None) -> Operand:
-    return Operand(*cast_transpose(x, spec.format, None, columnwise, rule=rule, inf_to_nan=spec.inf_to_nan))
+    return cast_transpose(x, spec.format, None, columnwise, rule=rule, inf_to_nan=spec.inf_to_nan)
 
 
 def _not_before(value: Tensor, after: Tensor | None) -> Tensor:
@@ -180,9 +153,12 @@ class DelayedQuantizer:
         self.from_data = from_data
         self.fixed = scale
         self.used = used
+        self._format_max = spec.format.max
 
-    def origin(self) -> tuple[object, ...]:
+    def origin(self) -> tuple[object, ...] | None:
         """As `StatelessQuantizer.origin`; the amax has been gathered in the same state, if it is."""
+        if not self.state.shared:
+            return None
         scale = self.state.scale if self.fixed is None else self.fixed
         return self.spec.format, self.spec.inf_to_nan, self.state, scale, self.gather, self.from_data
 
@@ -193,31 +169,29 @@ class DelayedQuantizer:
 
     def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
         """Codes of x [M, K] under the state's scale; its amax is gathered."""
-        measured = self.from_data and self.fixed is None
-        scale = self.state.scale if self.fixed is None else self.fixed
-        traced = torch.compiler.is_compiling()
-        if self.state.late_bound and not traced:
+        spec, state, fixed = self.spec, self.state, self.fixed
+        measured = self.from_data and fixed is None
+        scale = state.scale if fixed is None else fixed
+        if state.late_bound and not torch.compiler.is_compiling():
             # The layer may have run in another format since the forward of this backward.
-            scale = self.state.scale_for(self.spec.format.max)
-        if self.state.captured and self.fixed is None and not traced and not operand_state.is_captured(x):
+            scale = state.scale_for(self._format_max)
+        if state.captured and fixed is None and not (torch.compiler.is_compiling() or operand_state.is_captured(x)):
             # An update will write to it, and a backward may want it after that.
             scale = scale.clone()
         source = partial_amax(x) if measured else scale
-        operand = Operand(
-            *cast_transpose(
-                x,
-                self.spec.format,
-                source if rowwise else None,
-                source if columnwise else None,
-                rule=MEASURED if measured else None,
-                gathered=self.state.gathered if self.gather else None,
-                inf_to_nan=self.spec.inf_to_nan,
-                column_sum=column_sum,
-            )
+        operand = cast_transpose(
+            x,
+            spec.format,
+            source if rowwise else None,
+            source if columnwise else None,
+            rule=MEASURED if measured else None,
+            gathered=state.gathered if self.gather else None,
+            inf_to_nan=spec.inf_to_nan,
+            column_sum=column_sum,
         )
         given_out = operand.scale if rowwise else operand.scale_t
         # A cast into a CUDA graph gives out a scale of its own; whether this was one is asked only then.
-        if given_out is not source and not traced and operand_state.is_captured(x):
+        if given_out is not source and not torch.compiler.is_compiling() and operand_state.is_captured(x):
             self._note_capture(measured)
         if self.used is not None:
             self.used.scale = given_out
@@ -246,13 +220,11 @@ class StaticQuantizer(StatelessQuantizer):
         value = self.spec.static_scale
         assert value is not None, "a static spec holds its scale"
         scale = torch.full((), value, dtype=torch.float32, device=x.device)
-        return Operand(
-            *cast_transpose(
-                x,
-                self.spec.format,
-                scale if rowwise else None,
-                scale if columnwise else None,
-                inf_to_nan=self.spec.inf_to_nan,
-                column_sum=column_sum,
-            )
+        return cast_transpose(
+            x,
+            self.spec.format,
+            scale if rowwise else None,
+            scale if columnwise else None,
+            inf_to_nan=self.spec.inf_to_nan,
+            column_sum=column_sum,
         )

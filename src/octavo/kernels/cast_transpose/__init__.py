@@ -35,13 +35,36 @@ _PREPARED = Prepared()
 
 
 class CastOutput(NamedTuple):
-    """Codes in one or both layouts, each with its scale, and the column sums; None for what was not asked for."""
+    """A matrix [M, K] as codes in one or both layouts, each K-major and padded to multiples of 16, with its scale.
+
+    codes [M', K'] with scale [] or [M', 1]; codes_t [K', M'] with scale_t [] or [K', 1]; column_sum [K], the float32
+    sums over the rows. None for what was not asked for.
+    """
 
     codes: Tensor | None
     scale: Tensor | None
     codes_t: Tensor | None
     scale_t: Tensor | None
-    column_sum: Tensor | None
+    column_sum: Tensor | None = None
+
+    @property
+    def row_wise(self) -> tuple[Tensor, Tensor]:
+        """codes and scale, for a matrix that was cast to them."""
+        assert self.codes is not None, "the row-wise layout was not asked for"
+        assert self.scale is not None, "codes come with their scale"
+        return self.codes, self.scale
+
+    @property
+    def column_wise(self) -> tuple[Tensor, Tensor]:
+        """codes_t and scale_t, for a matrix that was cast to them."""
+        assert self.codes_t is not None, "the transposed layout was not asked for"
+        assert self.scale_t is not None, "codes come with their scale"
+        return self.codes_t, self.scale_t
+
+    @property
+    def transposed(self) -> CastOutput:
+        """The codes of the transposed matrix: the layouts change places."""
+        return CastOutput(self.codes_t, self.scale_t, self.codes, self.scale)
 
 
 def cast_transpose(

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.block_cast.layout import has_blocks
+from octavo.kernels.launcher import Prepared
 from octavo.kernels.library import register
 from octavo.kernels.scaled_mm import blockwise
 from octavo.kernels.scaled_mm.native import (
+    aligned,
     device_reasons,
     multiplies,
     multiplies_on,
@@ -30,6 +32,9 @@ from octavo.kernels.scaled_mm.native import (
 from octavo.kernels.scaled_mm.reference import scaled_mm_reference
 
 Accumulation = Literal["fast", "precise"]
+
+# Whether products run on FP8 units, by all that decides on it.
+_NATIVE = Prepared()
 
 
 def scaled_mm(
@@ -55,7 +60,7 @@ def scaled_mm(
             "precise" promotes partial sums to float32. Emulation sums in float32 either way, and scales by block are
             always precise.
     """
-    if has_blocks(scale_a, a.shape[0]):
+    if scale_a.dim() == 2 and has_blocks(scale_a, a.shape[0]):
         return blockwise.block_scaled_mm(a, b, scale_a, scale_b, bias, out_dtype)
     if torch.compiler.is_compiling():
         if a.is_cuda and multiplies(a.device.index) and not shape_reasons(a, b):
@@ -87,8 +92,15 @@ def _launch(
     out_dtype: torch.dtype,
     accumulate: Accumulation,
 ) -> Tensor:
-    if a.numel() and b.numel() and runs_natively(a, b):
-        return scaled_mm_native(a, b, scale_a, scale_b, bias, out_dtype, accumulate)
+    if a.is_cuda:
+        # A training multiplies the same few shapes again and again.
+        key = (a.dtype, b.dtype, a.shape, b.shape, a.get_device())
+        native = _NATIVE.get(key)
+        if native is None:
+            native = _NATIVE.keep(key, bool(a.numel() and b.numel() and runs_natively(a, b)))
+        if native:
+            scale_a, scale_b = aligned(scale_a), aligned(scale_b)
+            return scaled_mm_native(a, b, scale_a, scale_b, bias, out_dtype, accumulate)
     return scaled_mm_reference(a, b, scale_a, scale_b, bias, out_dtype, accumulate)
 
 

@@ -65,10 +65,8 @@ def shape_reasons(a: Tensor, b: Tensor) -> list[str]:
     return reasons
 
 
-def _aligned(scale: Tensor) -> Tensor:
+def aligned(scale: Tensor) -> Tensor:
     """The scale where cuBLASLt can read it: a view into other numbers may begin anywhere, unlike what a cast gives."""
-    if torch.compiler.is_compiling():
-        return scale
     return scale.clone() if scale.data_ptr() % SCALE_ALIGNMENT else scale
 
 
@@ -81,14 +79,14 @@ def scaled_mm_native(
     out_dtype: torch.dtype,
     accumulate: str,
 ) -> Tensor:
-    """As `octavo.kernels.scaled_mm.scaled_mm`, for operands without `unsupported_reasons`."""
+    """As `octavo.kernels.scaled_mm.scaled_mm`, for operands without `unsupported_reasons` and `aligned` scales."""
     fast = accumulate == "fast"
-    scale_a, scale_b = _aligned(scale_a), _aligned(scale_b)
     if scale_b.dim() == 0:
+        if bias is None:
+            return torch._scaled_mm(a, b.t(), scale_a, scale_b, None, None, out_dtype, fast)
         # cuBLASLt takes a bias of the output's dtype, and none with a float32 output.
-        inner = bias if bias is not None and out_dtype != torch.float32 and bias.dtype == out_dtype else None
-        if bias is None or inner is not None:
-            return torch._scaled_mm(a, b.t(), scale_a, scale_b, bias=inner, out_dtype=out_dtype, use_fast_accum=fast)
+        if out_dtype != torch.float32 and bias.dtype == out_dtype:
+            return torch._scaled_mm(a, b.t(), scale_a, scale_b, bias, None, out_dtype, fast)
         out = torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=torch.float32, use_fast_accum=fast)
         return (out + bias.float()).to(out_dtype)
     row, column = scale_a, scale_b.reshape(1, -1)

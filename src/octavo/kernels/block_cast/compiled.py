@@ -9,7 +9,10 @@ import octavo.kernels.compiled  # noqa: F401  (its setting of Inductor holds for
 from octavo.formats import format_named
 from octavo.kernels.block_cast import triton_kernel
 from octavo.kernels.cast_transpose.rule import ScaleRule
+from octavo.kernels.known_writes import remember_writes
 from octavo.scaling import granularity_named
+
+remember_writes(triton_kernel.block_cast_kernel)
 
 
 @triton_op("octavo::block_cast_inductor", mutates_args=())

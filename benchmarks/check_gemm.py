@@ -213,6 +213,7 @@ def main() -> int:
     # The smallest and the largest first: they answer the question.
     for shape in (SHAPES[3], SHAPES[0], *SHAPES[1:3]):
         time_shape(checks, shape, right)
+        checks.write(options.out)
     time_small(checks, right)
     time_shape(checks, SHAPES[4], right)
     checks.write(options.out)

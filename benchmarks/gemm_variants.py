@@ -119,6 +119,7 @@ VARIANTS = (
     # Few rows: the weight's bytes are all that counts.
     _pointers("fprop", False, 16, 16, 512, 4, 4, small=True), _pointers("fprop", False, 16, 32, 256, 4, 5, small=True),
     _pointers("fprop", False, 64, 32, 256, 4, 4, small=True), _pointers("fprop", False, 64, 64, 128, 4, 5, small=True),
+    _pointers("fprop", False, 128, 64, 128, 4, 4, small=True),
 )  # fmt: skip
 
 

@@ -130,7 +130,7 @@ def output(o: Operands, product: str) -> Tensor:
 
 
 def error_in_bounds(variant: Variant, o: Operands) -> float:
-    """The largest error against float64, in units of its bound: 1 and less is right.
+    """The largest error against float64, and the relative Frobenius one, in units of their bounds: 1 and less is right.
 
     The bound of Hopper's accumulator is derived at `check_products.product_bound`; a promoted part is rounded once more
     when it is added in float32, and the result by the scale, its product and bf16: half an ulp each.
@@ -139,16 +139,17 @@ def error_in_bounds(variant: Variant, o: Operands) -> float:
     out = output(o, variant.product)
     variant.call(o, out)
     exact = gemm_reference(a, b.t(), o.scale, o.scale)
-    bound, _ = product_bound(a, b, variant.promoted)
+    bound, frobenius = product_bound(a, b, variant.promoted)
     scale = float(o.scale) ** 2
     # Of K / 128 additions each is of parts no larger than the sum of magnitudes.
     magnitude = gemm_reference(a.float().abs(), b.float().abs().t(), o.scale, o.scale)
     rounding = exact.abs() * (2.0**-8 + 2 * 2.0**-24) + magnitude * (a.shape[1] / 128) * 2.0**-24
     # A bf16 below the smallest normal number is off by its eps at most.
     info = torch.finfo(torch.bfloat16)
-    return float(
-        ((out.double() - exact).abs() / (bound * scale + rounding + info.tiny * info.eps)).nan_to_num(1e9).max()
-    )
+    error = (out.double() - exact).abs().nan_to_num(1e9)
+    worst = float((error / (bound * scale + rounding + info.tiny * info.eps)).max())
+    # Half an ulp of bf16 at most; what float32 adds is far below the tenth of it that is allowed here.
+    return max(worst, float(error.norm() / exact.norm()) / (frobenius + 1.1 * 2.0**-8))
 
 
 def try_variant(variant: Variant) -> float | str:

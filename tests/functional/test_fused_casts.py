@@ -27,8 +27,8 @@ KERNELS = (
     "activation_backward_output",
     "cast_transpose",
 )
-# A step of a LayerNormMLP. n, a and dz by one kernel each; or by one that gives the amax too, and a cast; or by that and
-# a quantizer that measures by itself.
+# A step of a LayerNormMLP. n, a and dz by one kernel each; or by one that gives the amax too, and a cast; or by that
+# and a quantizer that measures by itself.
 FUSED = {"norm_cast": 1, "activation_cast": 1, "activation_backward_cast": 1}
 MEASURED = {"norm_output": 1, "activation_output": 1, "activation_backward_output": 1}
 PATHS = [
@@ -72,10 +72,14 @@ def test_one_kernel_where_the_scale_is_known(recipe: Recipe, expected: dict[str,
     assert calls == expected
 
 
-def test_a_scale_that_the_first_batch_gives_is_known_from_the_second_on(calls: dict[str, int]) -> None:
+def test_scales_that_the_first_batch_gives_are_known_once_an_update_has_seen_them(calls: dict[str, int]) -> None:
+    """Those of the forward in the second step; that of the first gradient, which no update has seen, in the third."""
     layer, recipe = octavo.LayerNormMLP(32, 48), DelayedScaling(initialise_from_first_batch=True)
     step(layer, recipe)
     assert calls == MEASURED
+    calls.clear()
+    step(layer, recipe)
+    assert calls == {"norm_cast": 1, "activation_cast": 1, "activation_backward_output": 1}
     calls.clear()
     step(layer, recipe)
     assert calls == FUSED

@@ -20,6 +20,7 @@ from octavo.recipes import Recipe
 from octavo.runtime.autocast import (
     calibrated_recipe,
     current_context,
+    current_frame,
     hidden_training,
     in_backward,
     recipe_in_force,
@@ -90,26 +91,71 @@ def layer_call(state: LayerState, own: Recipe | None, name: str | None) -> Call:
     if torch.compiler.is_compiling():
         return _fresh_call(state, own, name)
     tape = _CURRENT.tape
+    if tape is None and torch._C._current_graph_task_id() == -1:
+        call, used = _kept_call(state, own, name)
+    else:
+        call, used = _call_of_checkpoint(state, own, name, tape)
+    if torch.is_grad_enabled():
+        state.used = used
+    else:
+        state.used_without_grad = used
+    return call
+
+
+def _kept_call(state: LayerState, own: Recipe | None, name: str | None) -> tuple[Call, Call]:
+    """(the call, what a recompute of it would repeat), of the forward before if nothing has changed that decides."""
+    # Read once: another thread may put its own in its place.
+    last = state.decided
+    if last is not None and last[0] == _what_decides(state, own, name):
+        _, call, used = last
+        if call.gather:
+            _take_part(state)
+        return call, used
+    call, used = _noting_call(state, own, name, None)
+    # After the decision, which may have changed the state.
+    state.decided = _what_decides(state, own, name), call, used
+    return call, used
+
+
+def _what_decides(state: LayerState, own: Recipe | None, name: str | None) -> tuple[object, ...]:
+    frame = current_frame()
+    operand = state.input
+    return (
+        own,
+        name,
+        torch.is_grad_enabled(),
+        None if frame is None else (frame.enabled, frame.recipe, frame.calibrating),
+        state.recipe,
+        operand.format_max,
+        operand.from_data,
+        state.weight.from_data,
+        state.grad_output.from_data,
+    )
+
+
+def _call_of_checkpoint(
+    state: LayerState, own: Recipe | None, name: str | None, tape: _Tape | None
+) -> tuple[Call, Call]:
+    """As `_kept_call`, of a forward on a tape or inside a backward."""
     repeated = None if tape is None else tape.repeated()
     if repeated is None and in_backward():
         repeated = _repeated_call(state)
         if repeated is not None and tape is not None:
             tape.record(repeated)
     if repeated is not None:
-        call = used = repeated
-    else:
-        call = _fresh_call(state, own, name)
-        if call.recipe is not None and call.recipe.delayed is not None:
-            # A tape keeps the scales of every call, a layer those of its last one.
-            call = call._replace(used=state.noted_scales() if tape is None else UsedScales())
-        used = call if call.used is None else call._replace(gather=False, used=None, repeats=call.used)
-        if tape is not None:
-            tape.record(used)
-    if torch.is_grad_enabled():
-        state.used = used
-    else:
-        state.used_without_grad = used
-    return call
+        return repeated, repeated
+    call, used = _noting_call(state, own, name, tape)
+    if tape is not None:
+        tape.record(used)
+    return call, used
+
+
+def _noting_call(state: LayerState, own: Recipe | None, name: str | None, tape: _Tape | None) -> tuple[Call, Call]:
+    call = _fresh_call(state, own, name)
+    if call.recipe is not None and call.recipe.delayed is not None:
+        # A tape keeps the scales of every call, a layer those of its last one.
+        call = call._replace(used=state.noted_scales() if tape is None else UsedScales())
+    return call, call if call.used is None else call._replace(gather=False, used=None, repeats=call.used)
 
 
 def _fresh_call(state: LayerState, own: Recipe | None, name: str | None) -> Call:
@@ -122,12 +168,17 @@ def _fresh_call(state: LayerState, own: Recipe | None, name: str | None) -> Call
         state.adopt_recipe(gathered_for)
     gather = calibrated is not None or trains()
     if gather:
-        state.takes_part = True
-        context = current_context()
-        if context is not None:
-            state.context = context
+        _take_part(state)
     flags = state.input.from_data, state.weight.from_data, state.grad_output.from_data
     return Call(recipe, gather, from_data=flags)
+
+
+def _take_part(state: LayerState) -> None:
+    """Note that amaxes are gathered, and in whose context."""
+    state.takes_part = True
+    context = current_context()
+    if context is not None:
+        state.context = context
 
 
 def _repeated_call(state: LayerState) -> Call | None:

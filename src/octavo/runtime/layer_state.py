@@ -25,7 +25,7 @@ _REGISTERING = threading.Lock()
 
 
 # What a copy of a state makes for itself.
-_ANEW = {"plan": None, "_noted": None}
+_ANEW = {"decided": None, "plan": None, "_noted": None}
 
 
 class UsedScales:
@@ -49,6 +49,7 @@ class LayerState:
             it has gathered some itself.
         stale_steps: optimizer steps seen since the last update, to notice a forgotten one.
         shares_input: `input` is that of other layers too.
+        decided: what the last forward outside of checkpoints was run with, and what that was decided by.
         plan: the plan of the last call and what it was made for.
     """
 
@@ -64,6 +65,7 @@ class LayerState:
         self.weight_version = (-1, -1)
         self.stale_steps = 0
         self.shares_input = False
+        self.decided: Any = None
         self.plan: Any = None
         self._noted: tuple[UsedScales, UsedScales] | None = None
         _register(self)

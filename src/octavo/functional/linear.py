@@ -25,6 +25,7 @@ from octavo.runtime import LinearPlan
 from octavo.tensor import Operand, QuantizedTensor, operand_of
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
+_unwrap = torch._C._functorch.unwrap_if_dead
 
 
 def linear(
@@ -46,7 +47,12 @@ def linear(
         cached_weight: codes of the weight made before, in the layouts that are needed.
     """
     if torch.is_grad_enabled():
-        result: Tensor = _Linear.apply(x, weight, bias, plan, out_dtype, cached_weight)
+        apply = _Linear.apply
+        if not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
+            # What `Function.apply` does besides is to look for tensors that a transform has left behind.
+            x, weight = _unwrap(x), _unwrap(weight)
+            apply = _apply
+        result: Tensor = apply(x, weight, bias, plan, out_dtype, cached_weight)
         return result
     operand = cached_weight or quantize_weight(weight, plan, True, False)
     rows = quantize_input(x, plan.input, plan.owner, out_dtype, False)
@@ -71,7 +77,7 @@ class _Linear(torch.autograd.Function):
         out_dtype: torch.dtype,
         cached_weight: Operand | None,
     ) -> Tensor:
-        needs_dx, needs_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        needs_dx, needs_dw, *_ = ctx.needs_input_grad
         # 1. Codes, each in the layouts that somebody will use.
         keeps_codes = needs_dw and plan.wgrad_fp8 and not plan.keeps_input
         rows = quantize_input(x, plan.input, plan.owner, out_dtype, keeps_codes)
@@ -90,25 +96,24 @@ class _Linear(torch.autograd.Function):
             x.to(out_dtype) if keeps_x else None,
             weight if keeps_w else None,
         )
-        ctx.plan = plan
-        ctx.x_shape, ctx.x_dtype, ctx.out_dtype = x.shape, x.dtype, out_dtype
-        ctx.weight_dtype = weight.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.about = plan, x.shape, x.dtype, out_dtype, weight.dtype, None if bias is None else bias.dtype
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         # Gradients are enabled in a backward only for create_graph=True. (The compiler refuses that by itself.)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        traced = torch.compiler.is_compiling()
+        if torch.is_grad_enabled() and not traced:
             raise RuntimeError(
                 "create_graph=True asks for the gradient of a gradient, which FP8 products do not have: the part of it"
                 " that goes through this layer would be missing. Run it under octavo.autocast(enabled=False)"
             )
-        plan: LinearPlan = ctx.plan
+        plan: LinearPlan
+        plan, x_shape, x_dtype, out_dtype, weight_dtype, bias_dtype = ctx.about
         x_codes_t, x_scale_t, w_codes_t, w_scale_t, x_high, w_high = ctx.saved_tensors
-        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         rows = as_rows(dy)
-        num_out, num_in = rows.shape[1], ctx.x_shape[-1]
+        (num_rows, num_out), num_in = rows.shape, x_shape[-1]
         # 1. Codes of dy in the layouts that somebody will use.
         dgrad_fp8, wgrad_fp8 = needs_dx and plan.dgrad_fp8, needs_dw and plan.wgrad_fp8
         codes = None
@@ -120,29 +125,35 @@ class _Linear(torch.autograd.Function):
         if dgrad_fp8 and codes is not None:
             dy_codes, dy_scale = codes.row_wise
             _count(plan, "dgrad", dy_codes, w_codes_t, dy_scale)
-            dx = scaled_mm(dy_codes, w_codes_t, dy_scale, w_scale_t, None, ctx.out_dtype, plan.accumulate.dgrad)
-            dx = _unpadded(dx, rows.shape[0], num_in).reshape(ctx.x_shape).to(ctx.x_dtype)
+            dx = scaled_mm(dy_codes, w_codes_t, dy_scale, w_scale_t, None, out_dtype, plan.accumulate.dgrad)
+            dx = _unpadded(dx, num_rows, num_in, traced)
         elif needs_dx:
             _count(plan, "dgrad", None, None)
-            dx = (rows @ _high(w_high, rows.dtype)).reshape(ctx.x_shape).to(ctx.x_dtype)
+            dx = rows @ _high(w_high, rows.dtype)
+        if dx is not None:
+            dx = (dx if len(x_shape) == 2 else dx.reshape(x_shape)).to(x_dtype)
         # 3. wgrad.  [N, M] @ [M, K] -> [N, K]
         if wgrad_fp8 and codes is not None:
             dy_codes, dy_scale = codes.column_wise
             if x_high is not None:
-                after = dy_scale if torch.compiler.is_compiling() else None
+                after = dy_scale if traced else None
                 again = plan.input.again(as_rows(x_high), x_scale_t, after)  # type: ignore[attr-defined]
                 x_codes_t, x_scale_t = again.column_wise
             _count(plan, "wgrad", dy_codes, x_codes_t, dy_scale)
-            dw = scaled_mm(dy_codes, x_codes_t, dy_scale, x_scale_t, None, ctx.weight_dtype, plan.accumulate.wgrad)
-            dw = _unpadded(dw, num_out, num_in)
+            dw = scaled_mm(dy_codes, x_codes_t, dy_scale, x_scale_t, None, weight_dtype, plan.accumulate.wgrad)
+            dw = _unpadded(dw, num_out, num_in, traced)
         elif needs_dw:
             _count(plan, "wgrad", None, None)
-            dw = (rows.t() @ as_rows(x_high)).to(ctx.weight_dtype)
+            dw = (rows.t() @ as_rows(x_high)).to(weight_dtype)
         # 4. dbias, of the high-precision dy.  [M, N] -> [N]
         if needs_db:
             sums = None if codes is None else codes.column_sum
-            db = (rows.sum(0, dtype=torch.float32) if sums is None else sums).to(ctx.bias_dtype)
+            db = (rows.sum(0, dtype=torch.float32) if sums is None else sums).to(bias_dtype)
         return dx, dw, db, None, None, None
+
+
+# `_Linear.apply` without what it does in Python first.
+_apply = super(torch.autograd.Function, _Linear).apply
 
 
 def _fprop(
@@ -164,19 +175,22 @@ def _fprop(
         if padded(num_out) != num_out:
             bias = torch.nn.functional.pad(bias, (0, padded(num_out) - num_out))
     y = scaled_mm(codes, w_codes, scale, w_scale, bias, out_dtype, plan.accumulate.fprop)
-    if x.dim() == 2 and y.shape[1] == num_out and not torch.compiler.is_compiling() and y.shape[0] == x.shape[0]:
+    traced, lead = torch.compiler.is_compiling(), x.shape[:-1]
+    rows = _unpadded(y, lead.numel(), num_out, traced)
+    if len(lead) == 1 and rows is y:
         return y
-    lead = x.shape[:-1]
-    # A view made inside an autograd Function could not be changed in place by the user; this one is not known as a
-    # view.
-    shaped: Tensor = _unsafe_view(_unpadded(y, lead.numel(), num_out), (*lead, num_out))
+    # A view made inside an autograd Function could not be changed in place by the user. What is no view yet need not
+    # become one; of another a view is made that is not known as such.
+    if rows is y and not traced:
+        return y.resize_(*lead, num_out)
+    shaped: Tensor = _unsafe_view(rows, (*lead, num_out))
     return shaped
 
 
-def _unpadded(out: Tensor, rows: int, columns: int) -> Tensor:
+def _unpadded(out: Tensor, rows: int, columns: int, traced: bool) -> Tensor:
     """The real part of a product of padded operands, contiguous."""
     # Whether tokens were padded is not asked while compiling: each answer would be a graph of its own.
-    if torch.compiler.is_compiling() or out.shape[0] != rows:
+    if traced or out.shape[0] != rows:
         out = out.narrow(0, 0, rows)
     return out if out.shape[1] == columns else out[:, :columns].contiguous()
 

@@ -5,7 +5,19 @@ from octavo.conversion import ConversionReport, convert, state_dict, unconvert
 from octavo.formats import E4M3, E5M2, E8M0, Format, cast, finfo
 from octavo.inference import calibrate
 from octavo.kernels.support import Support, is_supported
-from octavo.modules import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from octavo.modules import (
+    DotProductAttention,
+    KVCache,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    PagedKVCache,
+    RMSNorm,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+)
 from octavo.recipes import HYBRID
 from octavo.runtime import autocast, checkpoint, count_gemms, make_graphed_callables, quantized_init, update_scales
 from octavo.tensor import QuantizedTensor, cast_to_representable, quantize, scaled_mm
@@ -17,14 +29,20 @@ __all__ = [
     "E8M0",
     "HYBRID",
     "ConversionReport",
+    "DotProductAttention",
     "Format",
+    "KVCache",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
+    "PagedKVCache",
     "QuantizedTensor",
     "RMSNorm",
+    "RotaryPositionEmbedding",
     "Support",
+    "TransformerLayer",
     "__version__",
     "autocast",
     "calibrate",

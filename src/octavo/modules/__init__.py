@@ -1,19 +1,31 @@
 """Layers: parameters and state; what they compute stands in `octavo.functional`."""
 
+from octavo.modules.dot_product_attention import AttentionCall, DotProductAttention
+from octavo.modules.kv_cache import KVCache, PagedKVCache
 from octavo.modules.layernorm_linear import LayerNormLinear
 from octavo.modules.layernorm_mlp import LayerNormMLP
 from octavo.modules.linear import OUT_DTYPES, CachedWeight, FP8LinearMixin, Linear
 from octavo.modules.mlp_part import MLPPart
+from octavo.modules.multihead_attention import MultiheadAttention
 from octavo.modules.norm import LayerNorm, RMSNorm
+from octavo.modules.rotary import RotaryPositionEmbedding
+from octavo.modules.transformer_layer import TransformerLayer
 
 __all__ = [
+    "AttentionCall",
     "CachedWeight",
+    "DotProductAttention",
     "FP8LinearMixin",
+    "KVCache",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
     "MLPPart",
+    "MultiheadAttention",
     "OUT_DTYPES",
+    "PagedKVCache",
     "RMSNorm",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
 ]

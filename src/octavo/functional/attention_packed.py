@@ -1,0 +1,193 @@
+"""Attention of sequences of any lengths that lie one after the other, without padding between them ("thd").
+
+    o[sequence b] = attention(q[sequence b], k[sequence b], v[sequence b])
+
+q [Tq, H, D], k [Tk, G, D], v [Tk, G, Dv], o [Tq, H, Dv]; sequence b holds tokens cu[b] to cu[b + 1] - 1. There are
+three ways, and `packed_way` says which and why:
+
+    "varlen"    torch's flash attention for such sequences, where it can: CUDA, float16 or bfloat16, no bias, no dropout
+    "loop"      one sequence after the other, each the very call that it would be alone; waits for the device once, to
+                know the lengths
+    "blocks"    in compiled code, where lengths may not be asked for: one mask of [Tq, Tk] over all of them
+
+Tokens before the first and behind the last sequence are padding: they give zeros.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.functional.attention import Attention, Extras, attention
+from octavo.functional.attention_mask import MaskRules, alibi_bias
+from octavo.functional.rotary import sequence_of
+
+
+class Packing(NamedTuple):
+    """Where sequences lie.
+
+    Attributes:
+        cu_q, cu_kv: [B + 1] int32, where each begins, and where the last one ends.
+        max_q, max_kv: the longest ones, if known; "varlen" needs them, or waits for the device.
+    """
+
+    cu_q: Tensor
+    cu_kv: Tensor
+    max_q: int | None = None
+    max_kv: int | None = None
+
+
+class PackedWay(NamedTuple):
+    """How it is computed, and why not by `varlen_attn` of torch (empty where it is)."""
+
+    name: str
+    reasons: tuple[str, ...]
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, setup: Attention, packing: Packing, slopes: Tensor | None = None
+) -> Tensor:
+    """o [Tq, H, Dv] of q's dtype.
+
+    Args:
+        q, k, v: [Tq, H, D], [Tk, G, D], [Tk, G, Dv].
+        setup: what to run with.
+        packing: where sequences lie.
+        slopes: of ALiBi, [H].
+    """
+    way = packed_way(q, k, v, setup, packing, slopes).name
+    if way == "varlen":
+        return _varlen(q, k, v, setup, packing)
+    if way == "blocks":
+        return _blocks(q, k, v, setup, packing, slopes)
+    return _loop(q, k, v, setup, packing, slopes)
+
+
+def packed_way(
+    q: Tensor, k: Tensor, v: Tensor, setup: Attention, packing: Packing, slopes: Tensor | None = None
+) -> PackedWay:
+    """Which of the three ways these operands take."""
+    reasons = _varlen_reasons(q, v, setup, packing, slopes)
+    if not reasons:
+        return PackedWay("varlen", ())
+    return PackedWay("blocks" if torch.compiler.is_compiling() else "loop", tuple(reasons))
+
+
+def _varlen_reasons(q: Tensor, v: Tensor, setup: Attention, packing: Packing, slopes: Tensor | None) -> list[str]:
+    if not q.is_cuda:
+        return [f"{q.device.type}: varlen_attn is for CUDA"]
+    accepted = _varlen_arguments()
+    if not accepted:
+        return ["this torch has no torch.nn.attention.varlen"]
+    reasons = []
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else q.dtype
+    if dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"{dtype}: varlen_attn takes float16 and bfloat16")
+    if setup.dropout > 0:
+        reasons.append("attention dropout")
+    if slopes is not None:
+        reasons.append("ALiBi")
+    if q.shape[-1] != v.shape[-1] or q.shape[-1] > 256 or q.shape[-1] % 8:
+        reasons.append(f"heads of {q.shape[-1]} and {v.shape[-1]}: flash takes equal ones, multiples of 8 up to 256")
+    if setup.rules.window not in ((-1, -1), (-1, 0)) and "window_size" not in accepted:
+        reasons.append("this torch's varlen_attn has no sliding window")
+    if setup.rules.top_left and packing.cu_q is not packing.cu_kv:
+        reasons.append(f"{setup.rules.mask_type} of different lengths: flash aligns at the bottom right")
+    if "scale" not in accepted and setup.scale != q.shape[-1] ** -0.5:
+        reasons.append("this torch's varlen_attn has no scale")
+    return reasons
+
+
+def _varlen_arguments() -> tuple[str, ...]:
+    """Names of the arguments of torch's varlen_attn; none if there is no such function."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return ()
+    return tuple(inspect.signature(varlen_attn).parameters)
+
+
+# Dynamo runs it while it traces, and keeps the answer.
+_varlen_arguments._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, setup: Attention, packing: Packing) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    accepted, more = _varlen_arguments(), dict[str, Any]()
+    if torch.is_autocast_enabled("cuda"):
+        q, k, v = (operand.to(torch.get_autocast_dtype("cuda")) for operand in (q, k, v))
+    if "scale" in accepted:
+        more["scale"] = setup.scale
+    if "window_size" in accepted:
+        more["window_size"] = setup.rules.window
+    else:
+        more["is_causal"] = setup.rules.window[1] == 0
+    # 1. Heads of k and v, one for each of q, where torch does not share them.
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in accepted:
+            more["enable_gqa"] = True
+        else:
+            times = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+    # 2. The longest sequences.
+    max_q = packing.max_q or q.shape[0]
+    max_kv = packing.max_kv or k.shape[0]
+    cu_q, cu_kv = packing.cu_q.int(), packing.cu_kv.int()
+    out: Any = varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), cu_q, cu_kv, max_q, max_kv, **more)
+    result: Tensor = out
+    return result
+
+
+def _loop(q: Tensor, k: Tensor, v: Tensor, setup: Attention, packing: Packing, slopes: Tensor | None) -> Tensor:
+    begins_q, begins_kv = packing.cu_q.tolist(), packing.cu_kv.tolist()
+    extras = Extras(slopes=slopes)
+    parts = [_zeros(q, v, begins_q[0])]
+    for b in range(len(begins_q) - 1):
+        mine, theirs = slice(*begins_q[b : b + 2]), slice(*begins_kv[b : b + 2])
+        # [S, H, D] -> [1, H, S, D] -> [S, H, Dv]
+        out = attention(_one(q[mine]), _one(k[theirs]), _one(v[theirs]), setup, None, extras)
+        parts.append(out[0].transpose(0, 1))
+    parts.append(_zeros(q, v, q.shape[0] - begins_q[-1]).to(parts[-1].dtype))
+    return torch.cat([part for part in parts if part.shape[0]] or parts[:1])
+
+
+def _one(x: Tensor) -> Tensor:
+    return x.transpose(0, 1)[None]
+
+
+def _zeros(q: Tensor, v: Tensor, tokens: int) -> Tensor:
+    return q.new_zeros(tokens, q.shape[1], v.shape[-1])
+
+
+def _blocks(q: Tensor, k: Tensor, v: Tensor, setup: Attention, packing: Packing, slopes: Tensor | None) -> Tensor:
+    rules = setup.rules
+    # 1. Sequence of each token, and its place there.  [T]
+    seq_q, place_q = _places(packing.cu_q, q.shape[0])
+    seq_kv, place_kv = _places(packing.cu_kv, k.shape[0])
+    # 2. How far apart.  [Tq, Tk]
+    apart = place_kv - place_q[:, None]
+    if not rules.top_left:
+        longer = packing.cu_kv.diff() - packing.cu_q.diff()
+        apart = apart - longer[seq_q][:, None]
+    # 3. Who attends to whom.
+    left, right = rules.window
+    allowed = (seq_q[:, None] == seq_kv) & (place_q >= 0)[:, None] & (place_kv >= 0)
+    if left >= 0:
+        allowed = allowed & (apart >= -left)
+    if right >= 0:
+        allowed = allowed & (apart <= right)
+    bias = None if slopes is None else alibi_bias(slopes, apart)
+    whole = setup._replace(rules=MaskRules("arbitrary", (-1, -1)))
+    return attention(_one(q), _one(k), _one(v), whole, None, Extras(~allowed, bias))[0].transpose(0, 1)
+
+
+def _places(cu: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """([T] sequence, [T] place in it, negative where there is no token)."""
+    token = torch.arange(tokens, device=cu.device)
+    sequence = sequence_of(cu, token)
+    place = token - cu.long()[sequence]
+    return sequence, torch.where(token < cu[-1], place, -1)

@@ -1,0 +1,313 @@
+"""octavo.DotProductAttention: softmax(scale q k^T + bias) v, of every layout and mask that Transformer Engine names.
+
+    q [S, B, H, D], k, v [S, B, G, D] -> o [S, B, H D]          "sbhd"
+    q [B, S, H, D], k, v [B, S, G, D] -> o [B, S, H D]          "bshd"
+    q [T, H, D],    k, v [T, G, D]    -> o [T, H D]             "thd": sequences of any lengths, one after the other
+
+Query head h reads head h // (H / G) of k and v. In bf16, fp16 or fp32 by torch's scaled_dot_product_attention; FP8
+operands are an option, emulated. The layer has no parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import TypedDict, Unpack
+
+from octavo.functional.attention import Attention, Extras, attention
+from octavo.functional.attention_mask import MaskRules, Valid, alibi_slopes, mask_rules
+from octavo.functional.attention_operands import as_fp8_operand
+from octavo.functional.attention_packed import PackedWay, Packing, packed_attention, packed_way
+from octavo.runtime import checkpoint
+
+QKV_FORMATS = ("sbhd", "bshd", "thd")
+BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+
+
+class AttentionCall(TypedDict, total=False):
+    """What a call of attention may say, under Transformer Engine's names; all of it optional.
+
+    Attributes:
+        attention_mask: bool, True is left out. With a padding type [B, 1, 1, S] (or [B, S]), a pair of them where
+            queries and keys differ; tokens come before padding. With "arbitrary" it broadcasts to [B, H, Sq, Skv].
+        attn_mask_type: instead of the layer's.
+        window_size: instead of the layer's.
+        core_attention_bias_type: "no_bias", "pre_scale_bias", "post_scale_bias" or "alibi".
+        core_attention_bias: broadcasts to [B, H, Sq, Skv]; added before or after scaling.
+        alibi_slopes: [H] or [B, H] float32, instead of ALiBi's own.
+        cu_seqlens_q, cu_seqlens_kv: [B + 1] int32: of "thd" where each sequence begins, and where the last one ends; of
+            other formats with a padding type, sums of the lengths.
+        max_seqlen_q, max_seqlen_kv: longest sequences of "thd", if known.
+        checkpoint_core_attention: compute attention again in the backward instead of keeping what it made.
+    """
+
+    attention_mask: Tensor | tuple[Tensor, Tensor] | None
+    attn_mask_type: str | None
+    window_size: tuple[int, int] | None
+    core_attention_bias_type: str
+    core_attention_bias: Tensor | None
+    alibi_slopes: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_kv: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_kv: int | None
+    checkpoint_core_attention: bool
+
+
+class DotProductAttention(nn.Module):
+    """Attention without parameters.
+
+    Args:
+        num_attention_heads: H.
+        kv_channels: features of a head; a pair where those of keys and values differ.
+        num_gqa_groups: G, heads of keys and values; H of them if None, 1 is multi-query attention.
+        attention_dropout: probability of dropping an attention probability in training.
+        qkv_format: "sbhd", "bshd" or "thd".
+        attn_mask_type: "no_mask", "causal", "causal_bottom_right", "padding", "padding_causal",
+            "padding_causal_bottom_right" or "arbitrary".
+        window_size: (left, right), how many keys a query sees to either side of its own; -1: all.
+        softmax_scale: of the products; 1 / sqrt(features of a key) if None.
+        fp8_attention: queries, keys and values are cast to E4M3 by block and decoded again (emulated: no faster).
+
+    Raises:
+        ValueError: heads that do not group, an unknown format or mask type, a window that contradicts the type.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        *,
+        softmax_scale: float | None = None,
+        fp8_attention: bool = False,
+    ) -> None:
+        super().__init__()
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        check_groups(num_attention_heads, groups)
+        check_format(qkv_format)
+        check_probability("attention_dropout", attention_dropout)
+        mask_rules(attn_mask_type, window_size)
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        self.key_channels, self.value_channels = (
+            (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
+        )
+        self.attention_dropout, self.qkv_format = attention_dropout, qkv_format
+        self.attn_mask_type, self.window_size = attn_mask_type, window_size
+        self.softmax_scale = self.key_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.fp8_attention = fp8_attention
+
+    def forward(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        *,
+        qkv_format: str | None = None,
+        after_cache: bool = False,
+        **call: Unpack[AttentionCall],
+    ) -> Tensor:
+        """Attention, its heads side by side: [..., H Dv] of the format's leading dimensions.
+
+        Args:
+            query_layer: [..., H, D].
+            key_layer, value_layer: [..., G, D], [..., G, Dv].
+            qkv_format: instead of the layer's.
+            after_cache: the queries are the last tokens of what the keys hold: causal aligns at the bottom right.
+            call: masks, biases and the rest, see `AttentionCall`.
+
+        Raises:
+            ValueError: shapes that do not fit the layer; a mask, bias or lengths that the types do not go with.
+        """
+        layout = self.qkv_format if qkv_format is None else qkv_format
+        self._check_operands(layout, query_layer, key_layer, value_layer)
+        setup = self._setup(call, after_cache)
+        slopes = self._slopes(call, query_layer.device)
+        if layout == "thd":
+            packing = _packing(call, setup.rules)
+            return self._run(
+                lambda q, k, v: packed_attention(q, k, v, setup, packing, slopes),
+                (query_layer, key_layer, value_layer),
+                call,
+            ).flatten(-2)
+        q, k, v = (_heads_first(x, layout) for x in (query_layer, key_layer, value_layer))
+        valid = _valid(call, setup.rules, q.shape[-2], k.shape[-2])
+        extras = Extras(_arbitrary(call, setup.rules), self._bias(call, setup), slopes)
+        out = self._run(lambda q, k, v: attention(q, k, v, setup, valid, extras), (q, k, v), call)
+        # [B, H, S, Dv] -> [S, B, H, Dv] or [B, S, H, Dv]
+        return (out.permute(2, 0, 1, 3) if layout == "sbhd" else out.transpose(1, 2)).flatten(-2)
+
+    def way(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, **call: Unpack[AttentionCall]) -> str:
+        """How such a call is computed, and why so: for whoever wonders about its speed."""
+        setup, fp8 = self._setup(call, False), "; FP8 operands are emulated" if self.fp8_attention else ""
+        if self.qkv_format == "thd":
+            slopes = self._slopes(call, query_layer.device)
+            found: PackedWay = packed_way(
+                query_layer, key_layer, value_layer, setup, _packing(call, setup.rules), slopes
+            )
+            said = {"varlen": "torch's varlen_attn", "loop": "a loop over sequences", "blocks": "one mask for all"}
+            why = f" ({'; '.join(found.reasons)})" if found.reasons else ""
+            return f"{said[found.name]}{why}{fp8}"
+        return f"torch's scaled_dot_product_attention, the kernel that {query_layer.device.type} has for it{fp8}"
+
+    def _run(
+        self, attend: Callable[..., Tensor], operands: tuple[Tensor, Tensor, Tensor], call: AttentionCall
+    ) -> Tensor:
+        def attend_to_codes(*operands: Tensor) -> Tensor:
+            return attend(*(as_fp8_operand(x) for x in operands)) if self.fp8_attention else attend(*operands)
+
+        if call.get("checkpoint_core_attention"):
+            out: Tensor = checkpoint(attend_to_codes, *operands)
+            return out
+        return attend_to_codes(*operands)
+
+    def _setup(self, call: AttentionCall, after_cache: bool) -> Attention:
+        mask_type = call.get("attn_mask_type") or self.attn_mask_type
+        window = call.get("window_size")
+        rules = mask_rules(mask_type, self.window_size if window is None else window)
+        dropout = self.attention_dropout if self.training else 0.0
+        return Attention(rules.after_cache() if after_cache else rules, self.softmax_scale, dropout)
+
+    def _slopes(self, call: AttentionCall, device: torch.device) -> Tensor | None:
+        kind, slopes = call.get("core_attention_bias_type", "no_bias"), call.get("alibi_slopes")
+        if kind not in BIAS_TYPES:
+            raise ValueError(f"core_attention_bias_type is {kind!r}: expected one of {', '.join(BIAS_TYPES)}")
+        if kind != "alibi":
+            if slopes is not None:
+                raise ValueError("alibi_slopes are given: core_attention_bias_type must be 'alibi' then")
+            return None
+        if slopes is None:
+            return alibi_slopes(self.num_attention_heads, device)
+        if slopes.shape[-1] != self.num_attention_heads:
+            raise ValueError(
+                f"alibi_slopes has shape {tuple(slopes.shape)}: expected [{self.num_attention_heads}], one for each"
+                f" head, or [batch, {self.num_attention_heads}]"
+            )
+        return slopes
+
+    def _bias(self, call: AttentionCall, setup: Attention) -> Tensor | None:
+        kind, bias = call.get("core_attention_bias_type", "no_bias"), call.get("core_attention_bias")
+        wanted = kind in ("pre_scale_bias", "post_scale_bias")
+        if wanted != (bias is not None):
+            raise ValueError(
+                f"core_attention_bias_type is {kind!r} and core_attention_bias is"
+                f" {'None' if bias is None else 'a tensor'}: a bias goes with 'pre_scale_bias' or 'post_scale_bias'"
+            )
+        return bias * setup.scale if bias is not None and kind == "pre_scale_bias" else bias
+
+    def _check_operands(self, layout: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+        check_format(layout)
+        dims = 3 if layout == "thd" else 4
+        expected = (
+            ("query_layer", q, self.num_attention_heads, self.key_channels),
+            ("key_layer", k, self.num_gqa_groups, self.key_channels),
+            ("value_layer", v, self.num_gqa_groups, self.value_channels),
+        )
+        for name, x, heads, features in expected:
+            if x.dim() != dims or x.shape[-2:] != (heads, features):
+                raise ValueError(
+                    f"{name} has shape {tuple(x.shape)}: qkv_format={layout!r} has {dims} dimensions, the last two"
+                    f" {heads} heads of {features} features"
+                )
+
+    def extra_repr(self) -> str:
+        """Heads and options."""
+        shown = f"heads={self.num_attention_heads}, kv_heads={self.num_gqa_groups}, channels={self.key_channels}"
+        shown += f", {self.qkv_format}, {self.attn_mask_type}"
+        shown += "" if self.window_size is None else f", window_size={self.window_size}"
+        return shown + (", FP8 operands (emulated)" if self.fp8_attention else "")
+
+
+def check_groups(num_heads: int, num_groups: int) -> None:
+    """Raise ValueError unless every head of keys serves as many query heads."""
+    if num_heads < 1 or num_groups < 1 or num_heads % num_groups:
+        raise ValueError(
+            f"num_attention_heads is {num_heads} and num_gqa_groups {num_groups}: the first must be a multiple of the"
+            " second"
+        )
+
+
+def check_format(qkv_format: str) -> None:
+    """Raise ValueError unless it is known."""
+    if qkv_format not in QKV_FORMATS:
+        raise ValueError(f"qkv_format is {qkv_format!r}: expected one of {', '.join(QKV_FORMATS)}")
+
+
+def check_probability(name: str, value: Any) -> None:
+    """Raise ValueError unless it is a probability that leaves something."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ValueError(f"{name} is {value!r}: it must be a probability, 0 or more and less than 1")
+
+
+def _heads_first(x: Tensor, layout: str) -> Tensor:
+    """-> [B, H, S, D]"""
+    return x.permute(1, 2, 0, 3) if layout == "sbhd" else x.transpose(1, 2)
+
+
+def _packing(call: AttentionCall, rules: MaskRules) -> Packing:
+    cu_q, cu_kv = call.get("cu_seqlens_q"), call.get("cu_seqlens_kv")
+    if cu_q is None:
+        raise ValueError("qkv_format='thd' needs cu_seqlens_q, [batch + 1]: where each sequence begins, and the end")
+    if rules.mask_type == "arbitrary" or call.get("attention_mask") is not None:
+        raise ValueError(
+            "qkv_format='thd' takes no attention_mask: cu_seqlens_q and cu_seqlens_kv say where sequences lie"
+        )
+    if call.get("core_attention_bias") is not None:
+        raise ValueError("qkv_format='thd' takes no core_attention_bias: use 'alibi', or a padded format")
+    max_q, max_kv = call.get("max_seqlen_q"), call.get("max_seqlen_kv")
+    if cu_kv is None:
+        return Packing(cu_q, cu_q, max_q, max_q if max_kv is None else max_kv)
+    return Packing(cu_q, cu_kv, max_q, max_kv)
+
+
+def _valid(call: AttentionCall, rules: MaskRules, num_queries: int, num_keys: int) -> Valid | None:
+    """Which positions hold tokens."""
+    if not rules.padded:
+        return None
+    mask, cu_q, cu_kv = call.get("attention_mask"), call.get("cu_seqlens_q"), call.get("cu_seqlens_kv")
+    if mask is not None:
+        pair = (mask, mask) if isinstance(mask, Tensor) else mask
+        queries, keys = (~_checked(m, "attention_mask").reshape(m.shape[0], -1) for m in pair)
+    elif cu_q is not None:
+        cu_kv = cu_q if cu_kv is None else cu_kv
+        queries, keys = (
+            torch.arange(n, device=cu.device) < cu.diff()[:, None] for n, cu in ((num_queries, cu_q), (num_keys, cu_kv))
+        )
+    else:
+        raise ValueError(
+            f"attn_mask_type is {rules.mask_type!r}: attention_mask (True where there is padding) or cu_seqlens_q must"
+            " say where the padding is"
+        )
+    if queries.shape[1] != num_queries or keys.shape[1] != num_keys:
+        raise ValueError(
+            f"attention_mask is for {queries.shape[1]} queries and {keys.shape[1]} keys, and there are {num_queries}"
+            f" and {num_keys}: give a pair (of the queries, of the keys) where they differ"
+        )
+    return Valid(queries, keys)
+
+
+def _arbitrary(call: AttentionCall, rules: MaskRules) -> Tensor | None:
+    mask = call.get("attention_mask")
+    if rules.mask_type == "arbitrary":
+        if not isinstance(mask, Tensor):
+            raise ValueError("attn_mask_type is 'arbitrary': attention_mask must be a tensor, True where nobody looks")
+        return _checked(mask, "attention_mask")
+    if mask is not None and not rules.padded:
+        raise ValueError(
+            f"attention_mask is given with attn_mask_type={rules.mask_type!r}, which takes none: use 'padding',"
+            " 'padding_causal' or 'arbitrary'"
+        )
+    return None
+
+
+def _checked(mask: Tensor, name: str) -> Tensor:
+    if mask.dtype is not torch.bool:
+        raise ValueError(f"{name} has dtype {mask.dtype}: expected bool, True for what is left out")
+    return mask

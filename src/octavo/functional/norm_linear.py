@@ -22,7 +22,7 @@ from torch import Tensor
 
 from octavo.functional.fused_casts import cast_normalised, repeated_scale, repeating
 from octavo.functional.linear import quantize_weight
-from octavo.functional.norm import dense_rows, norm_backward
+from octavo.functional.norm import dense_rows
 from octavo.functional.products import (
     Extents,
     Kept,
@@ -37,6 +37,7 @@ from octavo.functional.products import (
     summed,
 )
 from octavo.functional.shared_input import as_rows
+from octavo.kernels.norm_backward import norm_backward
 from octavo.kernels.norm_cast import Norm
 from octavo.runtime import LinearPlan
 from octavo.tensor import Operand

@@ -32,7 +32,7 @@ from octavo.functional.fused_casts import (
     repeating,
 )
 from octavo.functional.linear import quantize_weight
-from octavo.functional.norm import dense_rows, norm_backward
+from octavo.functional.norm import dense_rows
 from octavo.functional.products import (
     Extents,
     Kept,
@@ -48,6 +48,7 @@ from octavo.functional.products import (
 )
 from octavo.functional.shared_input import as_rows
 from octavo.kernels.activation_cast import activation_output
+from octavo.kernels.norm_backward import norm_backward
 from octavo.kernels.norm_cast import Norm
 from octavo.runtime import LinearPlan
 from octavo.tensor import Operand

@@ -11,6 +11,10 @@ three ways, and `packed_way` says which and why:
     "blocks"    in compiled code, where lengths may not be asked for: one mask of [Tq, Tk] over all of them
 
 Tokens before the first and behind the last sequence are padding: they give zeros.
+
+A padded batch is packed first and unpacked then, so that it gives the very bits of its sequences without padding;
+`keeps_padding` says when that cannot be: it asks the device for the lengths, which compiled code and CUDA graphs may
+not, and a bias of each position would have to be packed as well. One mask does it there, to rounding.
 """
 
 from __future__ import annotations
@@ -21,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.functional.attention import Attention, Extras, attention
-from octavo.functional.attention_mask import MaskRules, alibi_bias
+from octavo.functional.attention import NOTHING, Attention, Extras, attention
+from octavo.functional.attention_mask import MaskRules, Valid, alibi_bias
 from octavo.functional.rotary import sequence_of
 
 
@@ -58,7 +62,7 @@ def packed_attention(
         packing: where sequences lie.
         slopes: of ALiBi, [H].
     """
-    way = packed_way(q, k, v, setup, packing, slopes).name
+    way = packed_way(q, v, setup, packing, slopes).name
     if way == "varlen":
         return _varlen(q, k, v, setup, packing)
     if way == "blocks":
@@ -66,10 +70,52 @@ def packed_attention(
     return _loop(q, k, v, setup, packing, slopes)
 
 
-def packed_way(
-    q: Tensor, k: Tensor, v: Tensor, setup: Attention, packing: Packing, slopes: Tensor | None = None
-) -> PackedWay:
-    """Which of the three ways these operands take."""
+def padded_attention(
+    q: Tensor, k: Tensor, v: Tensor, setup: Attention, valid: Valid, extras: Extras = NOTHING
+) -> Tensor:
+    """o [B, H, Sq, Dv] of a padded batch, zeros where there is no token.
+
+    Args:
+        q, k, v: [B, H, Sq, D], [B, G, Skv, D], [B, G, Skv, Dv].
+        setup: what to run with.
+        valid: which positions hold tokens.
+        extras: mask, bias, slopes.
+    """
+    if keeps_padding(q, extras):
+        return attention(q, k, v, setup, valid, extras)
+    # 1. Tokens one after the other.  [B, H, S, D] -> [T, H, D]
+    of_queries, of_keys = (real.flatten().nonzero()[:, 0] for real in valid)
+    packed = [x.transpose(1, 2).flatten(0, 1)[where] for x, where in ((q, of_queries), (k, of_keys), (v, of_keys))]
+    cu_q = _sums(valid.queries)
+    packing = Packing(cu_q, cu_q if valid.queries is valid.keys else _sums(valid.keys), q.shape[2], k.shape[2])
+    # 2. Attention.  [T, H, Dv]
+    out = packed_attention(packed[0], packed[1], packed[2], setup, packing, extras.slopes)
+    # 3. Back to their places.  [B, H, Sq, Dv]
+    places = out.new_zeros(q.shape[0] * q.shape[2], *out.shape[1:]).index_copy(0, of_queries, out)
+    unpacked: Tensor = places.unflatten(0, (q.shape[0], q.shape[2]))
+    return unpacked.transpose(1, 2)
+
+
+def _sums(real: Tensor) -> Tensor:
+    return torch.nn.functional.pad(real.sum(-1).cumsum(0), (1, 0)).int()
+
+
+def keeps_padding(q: Tensor, extras: Extras) -> list[str]:
+    """Why a padded batch is not packed; empty if it is."""
+    reasons = []
+    if torch.compiler.is_compiling():
+        reasons.append("compiled code may not ask for lengths")
+    elif q.is_cuda and torch.cuda.is_current_stream_capturing():
+        reasons.append("a CUDA graph may not ask for lengths")
+    if extras.bias is not None:
+        reasons.append("a bias of each position")
+    if extras.slopes is not None and extras.slopes.dim() > 1:
+        reasons.append("ALiBi slopes of each sequence")
+    return reasons
+
+
+def packed_way(q: Tensor, v: Tensor, setup: Attention, packing: Packing, slopes: Tensor | None = None) -> PackedWay:
+    """Which of the three ways these operands take; of q and v their last dimension, device and dtype count."""
     reasons = _varlen_reasons(q, v, setup, packing, slopes)
     if not reasons:
         return PackedWay("varlen", ())

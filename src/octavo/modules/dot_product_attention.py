@@ -17,13 +17,22 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypedDict, Unpack
 
-from octavo.functional.attention import Attention, Extras, attention
+from octavo.functional.attention import Attention, Extras, attention, needs_mask
 from octavo.functional.attention_mask import MaskRules, Valid, alibi_slopes, mask_rules
 from octavo.functional.attention_operands import as_fp8_operand
-from octavo.functional.attention_packed import PackedWay, Packing, packed_attention, packed_way
+from octavo.functional.attention_packed import (
+    PackedWay,
+    Packing,
+    keeps_padding,
+    packed_attention,
+    packed_way,
+    padded_attention,
+)
 from octavo.runtime import checkpoint
 
 QKV_FORMATS = ("sbhd", "bshd", "thd")
+# The dimension that counts tokens.
+_TOKENS = {"sbhd": 0, "bshd": 1, "thd": 0}
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 
 
@@ -140,22 +149,31 @@ class DotProductAttention(nn.Module):
         q, k, v = (_heads_first(x, layout) for x in (query_layer, key_layer, value_layer))
         valid = _valid(call, setup.rules, q.shape[-2], k.shape[-2])
         extras = Extras(_arbitrary(call, setup.rules), self._bias(call, setup), slopes)
-        out = self._run(lambda q, k, v: attention(q, k, v, setup, valid, extras), (q, k, v), call)
+        if valid is None:
+            out = self._run(lambda q, k, v: attention(q, k, v, setup, None, extras), (q, k, v), call)
+        else:
+            out = self._run(lambda q, k, v: padded_attention(q, k, v, setup, valid, extras), (q, k, v), call)
         # [B, H, S, Dv] -> [S, B, H, Dv] or [B, S, H, Dv]
         return (out.permute(2, 0, 1, 3) if layout == "sbhd" else out.transpose(1, 2)).flatten(-2)
 
     def way(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, **call: Unpack[AttentionCall]) -> str:
         """How such a call is computed, and why so: for whoever wonders about its speed."""
-        setup, fp8 = self._setup(call, False), "; FP8 operands are emulated" if self.fp8_attention else ""
-        if self.qkv_format == "thd":
-            slopes = self._slopes(call, query_layer.device)
-            found: PackedWay = packed_way(
-                query_layer, key_layer, value_layer, setup, _packing(call, setup.rules), slopes
-            )
-            said = {"varlen": "torch's varlen_attn", "loop": "a loop over sequences", "blocks": "one mask for all"}
-            why = f" ({'; '.join(found.reasons)})" if found.reasons else ""
-            return f"{said[found.name]}{why}{fp8}"
-        return f"torch's scaled_dot_product_attention, the kernel that {query_layer.device.type} has for it{fp8}"
+        setup, layout = self._setup(call, False), self.qkv_format
+        slopes, q = self._slopes(call, query_layer.device), query_layer
+        said = [f"scaled_dot_product_attention, by the kernel that torch has on {q.device.type}"]
+        if layout == "thd":
+            said = [_packed_way(packed_way(q, value_layer, setup, _packing(call, setup.rules), slopes))]
+        elif setup.rules.padded:
+            extras = Extras(bias=call.get("core_attention_bias"), slopes=slopes)
+            cu = torch.empty(0)
+            kept = keeps_padding(q, extras)
+            if kept:
+                said.append(f"with a mask tensor ({'; '.join(kept)})")
+            else:
+                said = ["packed first", _packed_way(packed_way(q, value_layer, setup, Packing(cu, cu), slopes))]
+        elif needs_mask(setup.rules, q.shape[_TOKENS[layout]], key_layer.shape[_TOKENS[layout]]) or slopes is not None:
+            said.append("with a mask tensor")
+        return ", ".join([*said, *(["FP8 operands emulated"] if self.fp8_attention else [])])
 
     def _run(
         self, attend: Callable[..., Tensor], operands: tuple[Tensor, Tensor, Tensor], call: AttentionCall
@@ -225,6 +243,11 @@ class DotProductAttention(nn.Module):
         return shown + (", FP8 operands (emulated)" if self.fp8_attention else "")
 
 
+def _packed_way(way: PackedWay) -> str:
+    named = {"varlen": "varlen_attn", "loop": "a loop over sequences", "blocks": "one mask for all sequences"}
+    return named[way.name] + (f" ({'; '.join(way.reasons)})" if way.reasons else "")
+
+
 def check_groups(num_heads: int, num_groups: int) -> None:
     """Raise ValueError unless every head of keys serves as many query heads."""
     if num_heads < 1 or num_groups < 1 or num_heads % num_groups:
@@ -272,14 +295,14 @@ def _valid(call: AttentionCall, rules: MaskRules, num_queries: int, num_keys: in
     if not rules.padded:
         return None
     mask, cu_q, cu_kv = call.get("attention_mask"), call.get("cu_seqlens_q"), call.get("cu_seqlens_kv")
-    if mask is not None:
-        pair = (mask, mask) if isinstance(mask, Tensor) else mask
-        queries, keys = (~_checked(m, "attention_mask").reshape(m.shape[0], -1) for m in pair)
+    if isinstance(mask, Tensor):
+        queries = keys = _tokens(mask)
+    elif mask is not None:
+        queries, keys = (_tokens(part) for part in mask)
     elif cu_q is not None:
-        cu_kv = cu_q if cu_kv is None else cu_kv
-        queries, keys = (
-            torch.arange(n, device=cu.device) < cu.diff()[:, None] for n, cu in ((num_queries, cu_q), (num_keys, cu_kv))
-        )
+        queries = keys = torch.arange(num_queries, device=cu_q.device) < cu_q.diff()[:, None]
+        if cu_kv is not None and cu_kv is not cu_q:
+            keys = torch.arange(num_keys, device=cu_kv.device) < cu_kv.diff()[:, None]
     else:
         raise ValueError(
             f"attn_mask_type is {rules.mask_type!r}: attention_mask (True where there is padding) or cu_seqlens_q must"
@@ -291,6 +314,11 @@ def _valid(call: AttentionCall, rules: MaskRules, num_queries: int, num_keys: in
             f" and {num_keys}: give a pair (of the queries, of the keys) where they differ"
         )
     return Valid(queries, keys)
+
+
+def _tokens(mask: Tensor) -> Tensor:
+    """[B, S], True for tokens, of a mask that is True for padding."""
+    return ~_checked(mask, "attention_mask").reshape(mask.shape[0], -1)
 
 
 def _arbitrary(call: AttentionCall, rules: MaskRules) -> Tensor | None:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from octavo.kernels.block_cast.layout import has_blocks
 from octavo.kernels.launcher import Prepared
+from octavo.kernels.layout import SCALE_ALIGNMENT
 from octavo.kernels.library import register
 from octavo.kernels.scaled_mm import blockwise
 from octavo.kernels.scaled_mm.native import (
-    aligned,
     device_reasons,
     multiplies,
     multiplies_on,
@@ -99,7 +99,11 @@ def _launch(
         if native is None:
             native = _NATIVE.keep(key, bool(a.numel() and b.numel() and runs_natively(a, b)))
         if native:
-            scale_a, scale_b = aligned(scale_a), aligned(scale_b)
+            # cuBLASLt reads a scale there: a view into other numbers may begin anywhere, unlike what a cast gives.
+            if scale_a.data_ptr() % SCALE_ALIGNMENT:
+                scale_a = scale_a.clone()
+            if scale_b.data_ptr() % SCALE_ALIGNMENT:
+                scale_b = scale_b.clone()
             return scaled_mm_native(a, b, scale_a, scale_b, bias, out_dtype, accumulate)
     return scaled_mm_reference(a, b, scale_a, scale_b, bias, out_dtype, accumulate)
 

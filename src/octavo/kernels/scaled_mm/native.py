@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2
-from octavo.kernels.layout import ALIGNMENT, SCALE_ALIGNMENT
+from octavo.kernels.layout import ALIGNMENT
 
 _PAIRS = {(E4M3.dtype, E4M3.dtype), (E4M3.dtype, E5M2.dtype), (E5M2.dtype, E4M3.dtype)}
 
@@ -65,11 +65,6 @@ def shape_reasons(a: Tensor, b: Tensor) -> list[str]:
     return reasons
 
 
-def aligned(scale: Tensor) -> Tensor:
-    """The scale where cuBLASLt can read it: a view into other numbers may begin anywhere, unlike what a cast gives."""
-    return scale.clone() if scale.data_ptr() % SCALE_ALIGNMENT else scale
-
-
 def scaled_mm_native(
     a: Tensor,
     b: Tensor,
@@ -79,7 +74,7 @@ def scaled_mm_native(
     out_dtype: torch.dtype,
     accumulate: str,
 ) -> Tensor:
-    """As `octavo.kernels.scaled_mm.scaled_mm`, for operands without `unsupported_reasons` and `aligned` scales."""
+    """As `octavo.kernels.scaled_mm.scaled_mm`, for operands without `unsupported_reasons` and with aligned scales."""
     fast = accumulate == "fast"
     if scale_b.dim() == 0:
         if bias is None:

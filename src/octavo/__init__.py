@@ -19,7 +19,15 @@ from octavo.modules import (
     TransformerLayer,
 )
 from octavo.recipes import HYBRID
-from octavo.runtime import autocast, checkpoint, count_gemms, make_graphed_callables, quantized_init, update_scales
+from octavo.runtime import (
+    autocast,
+    cached_weights,
+    checkpoint,
+    count_gemms,
+    make_graphed_callables,
+    quantized_init,
+    update_scales,
+)
 from octavo.tensor import QuantizedTensor, cast_to_representable, quantize, scaled_mm
 from octavo.version import __version__
 
@@ -45,6 +53,7 @@ __all__ = [
     "TransformerLayer",
     "__version__",
     "autocast",
+    "cached_weights",
     "calibrate",
     "cast",
     "cast_to_representable",

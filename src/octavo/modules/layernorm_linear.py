@@ -149,7 +149,7 @@ class LayerNormLinear(NormalisedInput, FP8LinearMixin):
             return (y, n) if self.return_layernorm_output else y
         plan = self.planned(call)
         setup = NormLinear(self.norm_for(fp8_dtype(x)), plan, self.return_layernorm_output)
-        operand = None if cached_weight is None else self._cached(weight, plan, cached_weight)
+        operand = self.kept_operand(weight, plan, cached_weight)
         y, normed = norm_linear(
             x, self.layer_norm_weight, self.layer_norm_bias, weight, self.added_bias(), setup, operand
         )

@@ -187,8 +187,8 @@ class LayerNormMLP(NormalisedInput):
             self.layer_norm_weight, self.layer_norm_bias, self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias
         )
         operands = (
-            self.fc1.operand(self.fc1_weight, fc1, cached_weight),
-            self.fc2.operand(self.fc2_weight, fc2, cached_weight),
+            self.fc1.kept_operand(self.fc1_weight, fc1, cached_weight),
+            self.fc2.kept_operand(self.fc2_weight, fc2, cached_weight),
         )
         return norm_mlp(x, parameters, setup, operands)
 
@@ -204,14 +204,14 @@ class LayerNormMLP(NormalisedInput):
             plan = self.fc1.planned(calls[0], self.fc1_weight)
             setup = NormLinear(self.norm_for(fp8_dtype(x)), plan, self.return_layernorm_output)
             norm = self.layer_norm_weight, self.layer_norm_bias
-            operand = self.fc1.operand(self.fc1_weight, plan, cached_weight)
+            operand = self.fc1.kept_operand(self.fc1_weight, plan, cached_weight)
             z, n = norm_linear(x, *norm, self.fc1_weight, self.fc1_bias, setup, operand)
         in_fp8 = any(call.recipe is not None for call in calls)
         a = activate(z, ACTIVATIONS[self.activation], in_fp8 and self.saved_activation_input == "fp8")
         if calls[1].recipe is None:
             return plain_linear(a, self.fc2_weight, self.fc2_bias, self.fc2.delayed_state, calls[1]), n
         plan = self.fc2.planned(calls[1], self.fc2_weight)
-        operand = self.fc2.operand(self.fc2_weight, plan, cached_weight)
+        operand = self.fc2.kept_operand(self.fc2_weight, plan, cached_weight)
         return linear(a, self.fc2_weight, self.fc2_bias, plan, fp8_dtype(a), operand), n
 
     def _composed_twice(

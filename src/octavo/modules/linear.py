@@ -25,6 +25,7 @@ from octavo.runtime import (
     LayerState,
     LinearPlan,
     Observer,
+    caches_weights,
     init_mode,
     layer_call,
     optimizer_steps,
@@ -98,7 +99,7 @@ class FP8LinearMixin(nn.Module):
         plan = plan_linear(call, self.delayed_state, name, self.observer)
         if call.recipe.delayed is not None and not torch.compiler.is_compiling():
             self._notice_forgotten_update(weight)
-        operand = None if cached_weight is None else self._cached(weight, plan, cached_weight)
+        operand = self.kept_operand(weight, plan, cached_weight)
         out_dtype = _out_dtype(x)
         return linear(x, weight, self.added_bias(), plan, out_dtype, operand)
 
@@ -109,6 +110,19 @@ class FP8LinearMixin(nn.Module):
             self.delayed_state.input.gather(amax(x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])))
             self.delayed_state.weight.gather(amax(weight.detach()))
         return nn.functional.linear(x, weight, self.added_bias())
+
+    def kept_operand(self, weight: Tensor, plan: LinearPlan, mode: CachedWeight | None) -> Operand | None:
+        """Codes of the weight that are kept, made now if need be; None if each call is to cast."""
+        if mode is None and (torch.compiler.is_compiling() or not caches_weights(self)):
+            return None
+        operand = self._cached(weight, plan, mode or "reuse")
+        if operand is not None and (note := getattr(plan.weight, "note", None)) is not None:
+            note(operand)
+        return operand
+
+    def forget_cached_weight(self) -> None:
+        """Let go of the codes."""
+        self._weight_cache = None
 
     def _cached(self, weight: Tensor, plan: LinearPlan, mode: CachedWeight) -> Operand | None:
         """Codes of the weight in both layouts; made anew unless a cache of the very same values and spec exists."""

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.modules.linear import CachedWeight, FP8LinearMixin, quantize_parameter
+from octavo.modules.linear import FP8LinearMixin, quantize_parameter
 from octavo.recipes import Recipe
 from octavo.runtime import Call, LinearPlan, plan_linear
-from octavo.tensor import Operand
 
 
 class MLPPart(FP8LinearMixin):
@@ -53,10 +52,6 @@ class MLPPart(FP8LinearMixin):
         if call.recipe.delayed is not None:
             self._notice_forgotten_update(weight)
         return plan_linear(call, self.delayed_state, self.layer_name or f"LayerNormMLP.{self.prefix}", self.observer)
-
-    def operand(self, weight: Tensor, plan: LinearPlan, mode: CachedWeight | None) -> Operand | None:
-        """Codes of the weight made before; None if it is to be cast in this call."""
-        return None if mode is None else self._cached(weight, plan, mode)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if self.delayed_state.is_used:

@@ -9,6 +9,7 @@ from octavo.runtime.layer_state import LayerState, registered_states, states_of
 from octavo.runtime.optimizer_steps import STALE_STEPS, optimizer_steps
 from octavo.runtime.plan import LinearPlan, Observer, plan_linear
 from octavo.runtime.update import Agreement, set_agreement, update_scales
+from octavo.runtime.weight_caching import cached_weights, caches_weights
 
 __all__ = [
     "STALE_STEPS",
@@ -20,6 +21,8 @@ __all__ = [
     "LinearPlan",
     "Observer",
     "autocast",
+    "cached_weights",
+    "caches_weights",
     "checkpoint",
     "count_gemms",
     "init_mode",

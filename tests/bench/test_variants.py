@@ -22,6 +22,9 @@ CPU = torch.device("cpu")
         ("bf16-compiled", ("torch", "", "blocks", "")),
         ("octavo-delayed-compiled-captured", ("octavo", "delayed", "blocks", "captured")),
         ("octavo-current-whole", ("octavo", "current", "whole", "")),
+        ("octavo-delayed-reduced", ("octavo", "delayed", "reduced", "")),
+        ("octavo-delayed-lean-compiled-captured", ("octavo", "delayed", "blocks", "captured")),
+        ("bf16-lean-compiled", ("torch", "", "blocks", "")),
         ("te-block", ("te", "block", "", "")),
         ("torchao-rowwise-compiled", ("torchao", "rowwise", "blocks", "")),
         ("octavo-rowwise-graphed", ("octavo", "rowwise", "", "graphed")),
@@ -31,9 +34,12 @@ def test_a_name_says_library_recipe_and_launch(key: str, expected: tuple[str, ..
     variant = parse_variant(key)
     assert (variant.library, variant.recipe, variant.compiled, variant.graph) == expected
     assert variant.key == key
+    assert variant.lean == ("-lean" in key)
 
 
-@pytest.mark.parametrize("key", ["fp8", "octavo", "octavo-tensorwise", "bf16-fast", "te-rowwise", "torch", ""])
+@pytest.mark.parametrize(
+    "key", ["fp8", "octavo", "octavo-tensorwise", "bf16-fast", "te-rowwise", "te-block-lean", "torch", ""]
+)
 def test_an_unknown_name_is_refused_with_what_names_are_made_of(key: str) -> None:
     with pytest.raises(ValueError, match="is unknown: write bf16, octavo-RECIPE"):
         parse_variant(key)
@@ -55,6 +61,16 @@ def test_octavo_leaves_the_head_as_it_is() -> None:
     assert apply_variant(parse_variant("octavo-current"), model).layers == 1
     assert isinstance(model["body"], FP8LinearMixin)
     assert type(model["lm_head"]) is nn.Linear
+
+
+def test_a_lean_variant_keeps_inputs_and_lets_the_compiler_make_them_again() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    converted = apply_variant(parse_variant("octavo-delayed-lean-compiled"), model)
+    assert model[0].recipe.saved_input == "high_precision"
+    assert torch._functorch.config.ban_recompute_materialized_backward
+    with converted.context():
+        assert not torch._functorch.config.ban_recompute_materialized_backward
+    assert torch._functorch.config.ban_recompute_materialized_backward
 
 
 def test_a_variant_that_converts_nothing_is_not_measured_as_one() -> None:

@@ -54,9 +54,9 @@ def prepare_training(
     model: Any = LossModel(inner, case.loss)
     capturable = variant.graph == "captured"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=capturable)
-    if variant.compiled == "blocks":  # one region a block: one compilation serves all of them
+    if variant.compiled in ("blocks", "reduced"):  # one region a block: one compilation serves all of them
         for block in case.blocks(inner):
-            block.compile()
+            block.compile(mode="reduce-overhead" if variant.compiled == "reduced" else None)
     elif variant.compiled == "whole":
         inner.compile()
     batch = case.make_batch(sizes, samples, device)

@@ -6,8 +6,10 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import nn
 
 from octavo.bench.peers import (
@@ -26,7 +28,8 @@ from octavo.runtime import update_scales
 
 # Which layers stay as they are in every library: the model's head.
 HEAD = r"(^|\.)(lm_)?head$"
-COMPILED = {"": "", "compiled": "blocks", "whole": "whole"}
+COMPILED = {"": "", "compiled": "blocks", "reduced": "reduced", "whole": "whole"}
+LEAN = "lean"
 GRAPHS = ("graphed", "captured")
 # In this order, so that a time limit leaves out what says least.
 ON_GPU = (
@@ -39,7 +42,11 @@ ON_GPU = (
     "torchao-tensorwise-compiled",
     "octavo-current",
     "octavo-delayed-compiled-captured",
+    "octavo-delayed-reduced",
+    "octavo-delayed-lean-compiled",
     "bf16-compiled-captured",
+    "bf16-reduced",
+    "bf16-lean-compiled",
     "octavo-rowwise-compiled",
     "te-current",
     "torchao-rowwise-compiled",
@@ -62,13 +69,16 @@ class Variant:
         key: its name.
         library: "torch", "octavo", "te" or "torchao".
         recipe: of the library; "" for none.
-        compiled: "" for no compiler, "blocks" for one region a block, "whole" for the whole model.
+        lean: the compiler may make again what a norm or an activation gave out, and Octavo keeps inputs and not codes.
+        compiled: "" for no compiler, "blocks" for one region a block, "reduced" for those with mode="reduce-overhead",
+            "whole" for the whole model.
         graph: "" for none; "graphed" for forward and backward, "captured" for the whole step in one CUDA graph.
     """
 
     key: str
     library: str
     recipe: str = ""
+    lean: bool = False
     compiled: str = ""
     graph: str = ""
 
@@ -81,13 +91,15 @@ def parse_variant(key: str) -> Variant:
         variant = replace(variant, graph=rest.pop())
     if rest and rest[-1] in COMPILED:
         variant = replace(variant, compiled=COMPILED[rest.pop()])
+    if rest and rest[-1] == LEAN and variant.library in ("torch", "octavo"):
+        variant = replace(variant, lean=bool(rest.pop()))
     known = {"torch": ("",), "octavo": RECIPES, "te": tuple(TE_RECIPES), "torchao": TORCHAO_RECIPES}
     recipe = "-".join(rest)
     if variant.library not in known or (first == "torch") or recipe not in known[variant.library]:
         raise ValueError(
             f"--variants names {key!r}, which is unknown: write bf16, octavo-RECIPE ({', '.join(RECIPES)}),"
-            f" te-RECIPE ({', '.join(TE_RECIPES)}) or torchao-RECIPE ({', '.join(TORCHAO_RECIPES)}), then -compiled or"
-            " -whole if it is, then -graphed or -captured if it is"
+            f" te-RECIPE ({', '.join(TE_RECIPES)}) or torchao-RECIPE ({', '.join(TORCHAO_RECIPES)}), then -lean if it"
+            " is, then -compiled, -reduced or -whole if it is, then -graphed or -captured if it is"
         )
     return replace(variant, recipe=recipe)
 
@@ -127,18 +139,26 @@ def apply_variant(variant: Variant, model: nn.Module) -> Converted:
     Raises:
         ValueError: the library converts nothing of this model.
     """
+    context: Context = _lean if variant.lean else nullcontext
     if variant.library == "torch":
-        return Converted(0)
+        return Converted(0, context)
     if variant.library == "octavo":
         recipe = octavo_recipes()[variant.recipe]
+        if variant.lean:
+            recipe = recipe.replaced(saved_input="high_precision")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a model without a layer to convert: `_counted` raises
             report = convert(model, recipe, exclude=[HEAD])
         after = (lambda: update_scales(model)) if recipe.delayed is not None else (lambda: None)
-        return _counted(Converted(len(report.converted), after_step=after), variant)
+        return _counted(Converted(len(report.converted), context, after), variant)
     if variant.library == "te":
         return _counted(Converted(swap_for_te(model), te_context(te_recipe(variant.recipe))), variant)
     return _counted(Converted(convert_for_torchao(model, variant.recipe)), variant)
+
+
+def _lean() -> Any:
+    """Context, in which the compiler may make again what takes little to make; it reads it when it compiles."""
+    return torch._functorch.config.patch(ban_recompute_materialized_backward=False)
 
 
 def _counted(converted: Converted, variant: Variant) -> Converted:

@@ -74,7 +74,9 @@ def measure_variant(
 
 def seconds_needed(session: Session, case: ModelCase, variant: Variant) -> float:
     """About what a variant will take: as long as the last one that was compiled as it is."""
-    usual = {"": _EAGER_SECONDS, "blocks": _COMPILED_SECONDS, "whole": _WHOLE_SECONDS}[variant.compiled]
+    usual = {"": _EAGER_SECONDS, "blocks": _COMPILED_SECONDS, "reduced": _COMPILED_SECONDS, "whole": _WHOLE_SECONDS}[
+        variant.compiled
+    ]
     return session.costs.get((case.key, variant.compiled), usual) if session.on_gpu else 0.0
 
 

@@ -139,9 +139,10 @@ def _both(a: Tensor | None, b: Tensor) -> Tensor:
 def alibi_slopes(num_heads: int, device: torch.device | None = None) -> Tensor:
     """[H] float32: 2^(-8/n), 2^(-16/n), ... for n heads, n a power of two; further heads lie between those of 2n."""
     power = 1 << (num_heads.bit_length() - 1)
-    exponents = [8 * (head + 1) / power for head in range(power)]
-    exponents += [4 * (2 * head + 1) / power for head in range(num_heads - power)]
-    return torch.exp2(-torch.tensor(exponents, dtype=torch.float32, device=device))
+    # Made where they are wanted: a CUDA graph may not copy from the host.
+    head = torch.arange(num_heads, device=device)
+    exponents = torch.where(head < power, 8 * (head + 1), 4 * (2 * (head - power) + 1)).float() / power
+    return torch.exp2(-exponents)
 
 
 def alibi_bias(slopes: Tensor, apart: Tensor) -> Tensor:

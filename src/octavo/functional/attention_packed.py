@@ -8,7 +8,7 @@ three ways, and `packed_way` says which and why:
     "varlen"    torch's flash attention for such sequences, where it can: CUDA, float16 or bfloat16, no bias, no dropout
     "loop"      one sequence after the other, each the very call that it would be alone; waits for the device once, to
                 know the lengths
-    "blocks"    in compiled code, where lengths may not be asked for: one mask of [Tq, Tk] over all of them
+    "blocks"    in compiled code and CUDA graphs, which may not ask for lengths: one mask of [Tq, Tk] over all of them
 
 Tokens before the first and behind the last sequence are padding: they give zeros.
 
@@ -103,10 +103,8 @@ def _sums(real: Tensor) -> Tensor:
 def keeps_padding(q: Tensor, extras: Extras) -> list[str]:
     """Why a padded batch is not packed; empty if it is."""
     reasons = []
-    if torch.compiler.is_compiling():
-        reasons.append("compiled code may not ask for lengths")
-    elif q.is_cuda and torch.cuda.is_current_stream_capturing():
-        reasons.append("a CUDA graph may not ask for lengths")
+    if _may_not_ask(q):
+        reasons.append("compiled code and CUDA graphs may not ask for lengths")
     if extras.bias is not None:
         reasons.append("a bias of each position")
     if extras.slopes is not None and extras.slopes.dim() > 1:
@@ -119,7 +117,12 @@ def packed_way(q: Tensor, v: Tensor, setup: Attention, packing: Packing, slopes:
     reasons = _varlen_reasons(q, v, setup, packing, slopes)
     if not reasons:
         return PackedWay("varlen", ())
-    return PackedWay("blocks" if torch.compiler.is_compiling() else "loop", tuple(reasons))
+    return PackedWay("blocks" if _may_not_ask(q) else "loop", tuple(reasons))
+
+
+def _may_not_ask(q: Tensor) -> bool:
+    """Lengths are on the device, and the host may not wait for them."""
+    return torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _varlen_reasons(q: Tensor, v: Tensor, setup: Attention, packing: Packing, slopes: Tensor | None) -> list[str]:

@@ -31,6 +31,7 @@ from octavo.functional.products import (
     gradients,
     kept_input,
     kept_weight,
+    leave_out_zeros,
     quantized_gradient,
     refuse_second_derivative,
     shaped,
@@ -127,7 +128,7 @@ class _NormLinear(torch.autograd.Function):
         )
         ctx.setup, ctx.extents, ctx.x_shape, ctx.again = setup, extents, x.shape, again
         ctx.dtypes = [None if p is None else p.dtype for p in (norm_weight, norm_bias, bias)]
-        ctx.set_materialize_grads(False)
+        leave_out_zeros(ctx)
         return (y, rows) if setup.return_norm else y
 
     @staticmethod

@@ -41,6 +41,7 @@ from octavo.functional.products import (
     gradients,
     kept_input,
     kept_weight,
+    leave_out_zeros,
     quantized_gradient,
     refuse_second_derivative,
     shaped,
@@ -185,7 +186,7 @@ class _NormMLP(torch.autograd.Function):
         ctx.setup, ctx.x_shape = setup, x.shape
         ctx.extents = _first(x, parameters, setup), _second(x, parameters, setup)
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
-        ctx.set_materialize_grads(False)
+        leave_out_zeros(ctx)
         y = shaped(y, x.shape[:-1])
         return (y, n_rows) if setup.return_norm else y
 

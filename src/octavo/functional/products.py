@@ -172,6 +172,12 @@ def summed(dn: Tensor | None, returned: Tensor | None) -> Tensor | None:
     return as_rows(returned) if dn is None else dn + as_rows(returned)
 
 
+def leave_out_zeros(ctx: Any) -> None:
+    """Have a backward see None, not zeros, for an output that nobody used. (Compiled code sees zeros.)"""
+    if not torch.compiler.is_compiling():
+        ctx.set_materialize_grads(False)
+
+
 def shaped(rows: Tensor, lead: torch.Size) -> Tensor:
     """[M, N] as [*lead, N], a tensor that is no view to autograd, so that its user may change it in place."""
     result: Tensor = torch.ops.aten._unsafe_view.default(rows, (*lead, rows.shape[1]))

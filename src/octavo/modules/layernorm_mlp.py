@@ -160,10 +160,18 @@ class LayerNormMLP(NormalisedInput):
         check_input(x, self.hidden_size)
         if self.checkpoint and torch.compiler.is_compiling():
             # What is computed again is the compiler's to say, which this tells it.
-            y, n = checkpoint(lambda x: self._run(x, cached_weight, False), x)
-        else:
-            y, n = self._run(x, cached_weight, self.checkpoint)
-        return (y, n) if self.return_layernorm_output else y
+            result: Tensor | tuple[Tensor, Tensor] = checkpoint(lambda x: self._outputs(x, cached_weight, False), x)
+            return result
+        return self._outputs(x, cached_weight, self.checkpoint)
+
+    def _outputs(
+        self, x: Tensor, cached_weight: CachedWeight | None, recomputed: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        y, n = self._run(x, cached_weight, recomputed)
+        if not self.return_layernorm_output:
+            return y
+        assert n is not None, "it was asked for"
+        return y, n
 
     def _run(self, x: Tensor, cached_weight: CachedWeight | None, recomputed: bool) -> tuple[Tensor, Tensor | None]:
         """Decide, normalise, multiply."""

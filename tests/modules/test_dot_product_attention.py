@@ -240,7 +240,7 @@ def test_the_layer_says_how_it_computes() -> None:
         DotProductAttention(H, D, G).way(q, k, v) == "scaled_dot_product_attention, by the kernel that torch has on cpu"
     )
     windowed = DotProductAttention(H, D, G, window_size=(2, 0), fp8_attention=True)
-    assert windowed.way(q, k, v).endswith("with a mask tensor, FP8 operands emulated")
+    assert windowed.way(q, k, v).endswith("with a mask tensor (cpu: varlen_attn is for CUDA), FP8 operands emulated")
     padded = DotProductAttention(H, D, G, attn_mask_type="padding")
     assert padded.way(q, k, v) == "packed first, a loop over sequences (cpu: varlen_attn is for CUDA)"
     bias = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(1, 1, 33, 33)}
@@ -308,4 +308,18 @@ def test_on_a_gpu_packed_sequences_go_through_varlen_attention(mask_type: str) -
     exact = run(layer, [x.double().cpu() for x in qkv], dy.double().cpu(), cu_seqlens_q=cu.cpu())
     for one, other in zip(exact, on_gpu, strict=True):
         # Probabilities, results and gradients are rounded to bfloat16: some 2^-9 each, of up to eight roundings.
+        assert relative_error(one, other) < 8 * 2.0**-9
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("mask_type", "tokens"), [("causal", 300), ("causal_bottom_right", 129), ("no_mask", 300)])
+def test_on_a_gpu_a_window_needs_no_mask_tensor(mask_type: str, tokens: int) -> None:
+    window = (100, 0 if "causal" in mask_type else 20)
+    layer = DotProductAttention(8, 64, 2, qkv_format="bshd", attn_mask_type=mask_type, window_size=window)
+    qkv = [torch.randn(2, n, h, 64, dtype=torch.bfloat16, device="cuda") for n, h in ((tokens, 8), (300, 2), (300, 2))]
+    assert layer.way(*qkv) == "varlen_attn"
+    dy = torch.randn(2, tokens, 8 * 64, dtype=torch.bfloat16, device="cuda")
+    exact = run(layer, [x.double().cpu() for x in qkv], dy.double().cpu())
+    for one, other in zip(exact, run(layer, qkv, dy), strict=True):
+        # As above.
         assert relative_error(one, other) < 8 * 2.0**-9

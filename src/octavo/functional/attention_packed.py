@@ -15,6 +15,9 @@ Tokens before the first and behind the last sequence are padding: they give zero
 A padded batch is packed first and unpacked then, so that it gives the very bits of its sequences without padding;
 `keeps_padding` says when that cannot be: it asks the device for the lengths, which compiled code and CUDA graphs may
 not, and a bias of each position would have to be packed as well. One mask does it there, to rounding.
+
+A batch without padding goes the usual way, see `octavo.functional.attention`; where that would make a mask tensor for
+a window, "varlen" does without.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.functional.attention import NOTHING, Attention, Extras, attention
+from octavo.functional.attention import NOTHING, Attention, Extras, attention, needs_mask
 from octavo.functional.attention_mask import MaskRules, Valid, alibi_bias
 from octavo.functional.rotary import sequence_of
 
@@ -68,6 +71,38 @@ def packed_attention(
     if way == "blocks":
         return _blocks(q, k, v, setup, packing, slopes)
     return _loop(q, k, v, setup, packing, slopes)
+
+
+def unpadded_attention(q: Tensor, k: Tensor, v: Tensor, setup: Attention, extras: Extras = NOTHING) -> Tensor:
+    """o [B, H, Sq, Dv] of a batch of sequences that are all of one length.
+
+    Args:
+        q, k, v: [B, H, Sq, D], [B, G, Skv, D], [B, G, Skv, Dv].
+        setup: what to run with.
+        extras: mask, bias, slopes.
+    """
+    if not needs_mask(setup.rules, q.shape[2], k.shape[2]) or unpadded_reasons(q, k, v, setup, extras):
+        return attention(q, k, v, setup, None, extras)
+    # A window, or causal at the bottom right, without a mask tensor: flash knows both, of packed sequences.
+    packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    out = _varlen(packed[0], packed[1], packed[2], setup, _even_packing(q, k))
+    unpacked: Tensor = out.unflatten(0, (q.shape[0], q.shape[2]))
+    return unpacked.transpose(1, 2)
+
+
+def unpadded_reasons(q: Tensor, k: Tensor, v: Tensor, setup: Attention, extras: Extras) -> list[str]:
+    """Why `varlen_attn` does not do for a batch of one length; empty if it does."""
+    reasons = _varlen_reasons(q, v, setup, q.shape[2] == k.shape[2], extras.slopes)
+    if extras.mask is not None or extras.bias is not None:
+        reasons.append("a mask or bias of each position")
+    return reasons
+
+
+def _even_packing(q: Tensor, k: Tensor) -> Packing:
+    """Of sequences that are all of one length; made where they are, so that nobody waits."""
+    (batch, _, num_q, _), num_kv = q.shape, k.shape[2]
+    ends = torch.arange(batch + 1, device=q.device, dtype=torch.int32)
+    return Packing(ends * num_q, ends * num_kv, num_q, num_kv)
 
 
 def padded_attention(
@@ -114,7 +149,7 @@ def keeps_padding(q: Tensor, extras: Extras) -> list[str]:
 
 def packed_way(q: Tensor, v: Tensor, setup: Attention, packing: Packing, slopes: Tensor | None = None) -> PackedWay:
     """Which of the three ways these operands take; of q and v their last dimension, device and dtype count."""
-    reasons = _varlen_reasons(q, v, setup, packing, slopes)
+    reasons = _varlen_reasons(q, v, setup, packing.cu_q is packing.cu_kv, slopes)
     if not reasons:
         return PackedWay("varlen", ())
     return PackedWay("blocks" if _may_not_ask(q) else "loop", tuple(reasons))
@@ -125,7 +160,7 @@ def _may_not_ask(q: Tensor) -> bool:
     return torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _varlen_reasons(q: Tensor, v: Tensor, setup: Attention, packing: Packing, slopes: Tensor | None) -> list[str]:
+def _varlen_reasons(q: Tensor, v: Tensor, setup: Attention, same_lengths: bool, slopes: Tensor | None) -> list[str]:
     if not q.is_cuda:
         return [f"{q.device.type}: varlen_attn is for CUDA"]
     accepted = _varlen_arguments()
@@ -143,20 +178,26 @@ def _varlen_reasons(q: Tensor, v: Tensor, setup: Attention, packing: Packing, sl
         reasons.append(f"heads of {q.shape[-1]} and {v.shape[-1]}: flash takes equal ones, multiples of 8 up to 256")
     if setup.rules.window not in ((-1, -1), (-1, 0)) and "window_size" not in accepted:
         reasons.append("this torch's varlen_attn has no sliding window")
-    if setup.rules.top_left and packing.cu_q is not packing.cu_kv:
+    if setup.rules.top_left and not same_lengths:
         reasons.append(f"{setup.rules.mask_type} of different lengths: flash aligns at the bottom right")
     if "scale" not in accepted and setup.scale != q.shape[-1] ** -0.5:
         reasons.append("this torch's varlen_attn has no scale")
     return reasons
 
 
+_FOUND: list[tuple[str, ...]] = []
+
+
 def _varlen_arguments() -> tuple[str, ...]:
     """Names of the arguments of torch's varlen_attn; none if there is no such function."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return ()
-    return tuple(inspect.signature(varlen_attn).parameters)
+    if not _FOUND:
+        try:
+            from torch.nn.attention.varlen import varlen_attn
+
+            _FOUND.append(tuple(inspect.signature(varlen_attn).parameters))
+        except ImportError:
+            _FOUND.append(())
+    return _FOUND[0]
 
 
 # Dynamo runs it while it traces, and keeps the answer.

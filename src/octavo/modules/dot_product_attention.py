@@ -17,22 +17,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypedDict, Unpack
 
-from octavo.functional.attention import Attention, Extras, attention, needs_mask
+from octavo.functional.attention import Attention, Extras
 from octavo.functional.attention_mask import MaskRules, Valid, alibi_slopes, mask_rules
 from octavo.functional.attention_operands import as_fp8_operand
-from octavo.functional.attention_packed import (
-    PackedWay,
-    Packing,
-    keeps_padding,
-    packed_attention,
-    packed_way,
-    padded_attention,
-)
+from octavo.functional.attention_packed import Packing, packed_attention, padded_attention, unpadded_attention
+from octavo.functional.attention_way import attention_way
 from octavo.runtime import checkpoint
 
 QKV_FORMATS = ("sbhd", "bshd", "thd")
-# The dimension that counts tokens.
-_TOKENS = {"sbhd": 0, "bshd": 1, "thd": 0}
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 
 
@@ -150,7 +142,7 @@ class DotProductAttention(nn.Module):
         valid = _valid(call, setup.rules, q.shape[-2], k.shape[-2])
         extras = Extras(_arbitrary(call, setup.rules), self._bias(call, setup), slopes)
         if valid is None:
-            out = self._run(lambda q, k, v: attention(q, k, v, setup, None, extras), (q, k, v), call)
+            out = self._run(lambda q, k, v: unpadded_attention(q, k, v, setup, extras), (q, k, v), call)
         else:
             out = self._run(lambda q, k, v: padded_attention(q, k, v, setup, valid, extras), (q, k, v), call)
         # [B, H, S, Dv] -> [S, B, H, Dv] or [B, S, H, Dv]
@@ -158,22 +150,15 @@ class DotProductAttention(nn.Module):
 
     def way(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, **call: Unpack[AttentionCall]) -> str:
         """How such a call is computed, and why so: for whoever wonders about its speed."""
-        setup, layout = self._setup(call, False), self.qkv_format
-        slopes, q = self._slopes(call, query_layer.device), query_layer
-        said = [f"scaled_dot_product_attention, by the kernel that torch has on {q.device.type}"]
-        if layout == "thd":
-            said = [_packed_way(packed_way(q, value_layer, setup, _packing(call, setup.rules), slopes))]
-        elif setup.rules.padded:
-            extras = Extras(bias=call.get("core_attention_bias"), slopes=slopes)
-            cu = torch.empty(0)
-            kept = keeps_padding(q, extras)
-            if kept:
-                said.append(f"with a mask tensor ({'; '.join(kept)})")
-            else:
-                said = ["packed first", _packed_way(packed_way(q, value_layer, setup, Packing(cu, cu), slopes))]
-        elif needs_mask(setup.rules, q.shape[_TOKENS[layout]], key_layer.shape[_TOKENS[layout]]) or slopes is not None:
-            said.append("with a mask tensor")
-        return ", ".join([*said, *(["FP8 operands emulated"] if self.fp8_attention else [])])
+        setup, slopes = self._setup(call, False), self._slopes(call, query_layer.device)
+        operands = (query_layer, key_layer, value_layer)
+        if self.qkv_format == "thd":
+            said = attention_way(*operands, setup, Extras(slopes=slopes), _packing(call, setup.rules))
+        else:
+            extras = Extras(_arbitrary(call, setup.rules), self._bias(call, setup), slopes)
+            q, k, v = (_heads_first(x, self.qkv_format) for x in operands)
+            said = attention_way(q, k, v, setup, extras)
+        return f"{said}, FP8 operands emulated" if self.fp8_attention else said
 
     def _run(
         self, attend: Callable[..., Tensor], operands: tuple[Tensor, Tensor, Tensor], call: AttentionCall
@@ -241,11 +226,6 @@ class DotProductAttention(nn.Module):
         shown += f", {self.qkv_format}, {self.attn_mask_type}"
         shown += "" if self.window_size is None else f", window_size={self.window_size}"
         return shown + (", FP8 operands (emulated)" if self.fp8_attention else "")
-
-
-def _packed_way(way: PackedWay) -> str:
-    named = {"varlen": "varlen_attn", "loop": "a loop over sequences", "blocks": "one mask for all sequences"}
-    return named[way.name] + (f" ({'; '.join(way.reasons)})" if way.reasons else "")
 
 
 def check_groups(num_heads: int, num_groups: int) -> None:

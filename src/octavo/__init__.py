@@ -7,6 +7,7 @@ from octavo.inference import calibrate
 from octavo.kernels.support import Support, is_supported
 from octavo.modules import (
     DotProductAttention,
+    GroupedLinear,
     KVCache,
     LayerNorm,
     LayerNormLinear,
@@ -39,6 +40,7 @@ __all__ = [
     "ConversionReport",
     "DotProductAttention",
     "Format",
+    "GroupedLinear",
     "KVCache",
     "LayerNorm",
     "LayerNormLinear",

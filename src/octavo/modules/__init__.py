@@ -1,6 +1,7 @@
 """Layers: parameters and state; what they compute stands in `octavo.functional`."""
 
 from octavo.modules.dot_product_attention import AttentionCall, DotProductAttention
+from octavo.modules.grouped_linear import GroupedLinear
 from octavo.modules.kv_cache import KVCache, PagedKVCache
 from octavo.modules.layernorm_linear import LayerNormLinear
 from octavo.modules.layernorm_mlp import LayerNormMLP
@@ -16,6 +17,7 @@ __all__ = [
     "CachedWeight",
     "DotProductAttention",
     "FP8LinearMixin",
+    "GroupedLinear",
     "KVCache",
     "LayerNorm",
     "LayerNormLinear",

@@ -1,0 +1,255 @@
+"""octavo.GroupedLinear: the linear layers of several experts, each over its own part of the tokens, in FP8.
+
+    x [M, in] is cut into groups of m_0, m_1, ... tokens, one an expert
+    y_e = x_e w_e^T + b_e       x_e [m_e, in], w_e [out, in], b_e [out], y_e [m_e, out]
+
+Parameters are `weight0`, `weight1`, ... and `bias0`, `bias1`, ..., as Transformer Engine names them. Delayed scaling
+keeps a state for each expert, beside them in the state dict under `expert0_input_scale` and the like. The layer gives
+the bits of one `octavo.Linear` an expert; tokens that pad a group inside never change a result.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.functional.grouped_linear import GroupedCall, bounds_of, grouped_linear, grouped_linear_apart
+from octavo.kernels import amax
+from octavo.modules.layernorm_linear import check_cached_weight, check_input, fp8_dtype, reset_linear
+from octavo.modules.linear import CachedWeight, FP8LinearMixin, quantize_parameter
+from octavo.recipes import Recipe
+from octavo.runtime import Call, LinearPlan, layer_call, plan_linear
+from octavo.runtime.autocast import in_backward
+
+
+class Expert(FP8LinearMixin):
+    """FP8 state of one expert, whose parameters are the layer's own."""
+
+    def __init__(self, owner: nn.Module, index: int, recipe: Recipe | None) -> None:
+        super().__init__()
+        self.index = index
+        self.belongs_to(owner)
+        self.become_fp8(recipe)
+        quantize_parameter(self)
+
+    def belongs_to(self, owner: nn.Module) -> None:
+        """Say whose part this is."""
+        self._owner: Any = weakref.ref(owner)
+
+    @property
+    def weight(self) -> Any:
+        """The layer's, [out, in]."""
+        return getattr(self._owner(), f"weight{self.index}")
+
+    @property
+    def bias(self) -> Any:
+        """The layer's, [out] or None."""
+        return getattr(self._owner(), f"bias{self.index}")
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """A new weight becomes the layer's."""
+        setattr(self._owner(), f"{name}{self.index}", param)
+
+    def planned(self, call: Call, weight: Tensor) -> LinearPlan:
+        """The plan of a call in FP8."""
+        assert call.recipe is not None, "a call in high precision has no plan"
+        if torch.compiler.is_compiling():
+            return plan_linear(call, self.delayed_state, "", self.observer)
+        if call.recipe.delayed is not None:
+            self._notice_forgotten_update(weight)
+        return plan_linear(call, self.delayed_state, self.layer_name or f"GroupedLinear.{self.index}", self.observer)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Nothing: the layer does it, whose entries they are."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the layer does it, whose entries they are."""
+
+    def state_prefix(self, prefix: str) -> str:
+        """What the keys of its state begin with."""
+        return f"{prefix}expert{self.index}_"
+
+    def load(self, entries: dict[str, Tensor], new_weight: bool) -> None:
+        """Take over entries that were saved."""
+        # With assign=True the weight may have come from another device.
+        self.delayed_state.move(self.weight.device)
+        self.delayed_state.load(entries, new_weight)
+        self._weight_cache = None
+
+    def extra_repr(self) -> str:
+        """The recipe that is on without a context."""
+        return "" if self.recipe is None else f"recipe={type(self.recipe).__name__}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_owner": None}
+
+
+class GroupedLinear(nn.Module):
+    """One Linear an expert with FP8 matrix products.
+
+    Args:
+        num_gemms: how many experts.
+        in_features, out_features, bias, device, dtype: of each, as `nn.Linear`, initialisation included.
+        recipe: FP8 with this recipe also outside of `octavo.autocast`.
+
+    Raises:
+        ValueError: no expert at all.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe | None = None,
+    ) -> None:
+        super().__init__()
+        if type(num_gemms) is not int or num_gemms < 1:
+            raise ValueError(f"num_gemms is {num_gemms!r}: it is the number of experts, an integer of 1 or more")
+        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        for index in range(num_gemms):
+            one: Any = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+            self.register_parameter(f"weight{index}", one.weight)
+            self.register_parameter(f"bias{index}", one.bias)
+        self.experts = nn.ModuleList(Expert(self, index, recipe) for index in range(num_gemms))
+
+    @property
+    def weights(self) -> list[Any]:
+        """Of each expert, [out, in]."""
+        return [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+
+    @property
+    def biases(self) -> list[Any]:
+        """Of each expert, [out] or None."""
+        return [getattr(self, f"bias{index}") for index in range(self.num_gemms)]
+
+    @property
+    def parts(self) -> list[Any]:
+        """State of each expert."""
+        return list(self.experts)
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """FP8 with this recipe also outside of `octavo.autocast`."""
+        recipe: Recipe | None = self.parts[0].recipe
+        return recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe | None) -> None:
+        for part in self.parts:
+            part.recipe = recipe
+
+    @property
+    def layer_name(self) -> str | None:
+        """Qualified name, for overrides and counts; those of the experts end in ".0", ".1" and so on."""
+        name: str | None = self.parts[0].layer_name
+        return None if name is None else name.removesuffix(".0")
+
+    @layer_name.setter
+    def layer_name(self, name: str | None) -> None:
+        for part in self.parts:
+            part.layer_name = None if name is None else f"{name}.{part.index}"
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew."""
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            reset_linear(weight, bias)
+
+    def forward(
+        self, x: Tensor, m_splits: Sequence[int] | Tensor, *, cached_weight: CachedWeight | None = None
+    ) -> Tensor:
+        """y [..., out_features].
+
+        Args:
+            x: [..., in_features], the tokens of expert 0 first, then those of expert 1 and so on.
+            m_splits: tokens of each expert, 0 included: a sequence of integers, or an integer tensor [num_gemms] on the
+                device of x, which is then not looked at from the host.
+            cached_weight: as of `octavo.Linear`, for all weights.
+
+        Raises:
+            ValueError: shapes or sizes do not fit.
+        """
+        check_cached_weight(cached_weight)
+        check_input(x, self.in_features)
+        tokens = x.shape[:-1].numel()
+        rows = x if x.dim() == 2 else x.reshape(tokens, self.in_features)
+        y = self._by_group(rows, self._checked(m_splits, tokens), cached_weight)
+        return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
+
+    def _checked(self, m_splits: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
+        """The sizes as integers."""
+        if isinstance(m_splits, Tensor):
+            m_splits = m_splits.tolist()
+        if len(m_splits) != self.num_gemms:
+            raise ValueError(
+                f"m_splits has {len(m_splits)} entries for {self.num_gemms} experts: give one an expert, 0 where it has"
+                " no token"
+            )
+        splits = tuple(m_splits)
+        for index, size in enumerate(splits):
+            if size < 0:
+                raise ValueError(f"m_splits[{index}] is {size}: a number of tokens is 0 or more")
+        if sum(splits) != tokens:
+            raise ValueError(
+                f"m_splits {list(splits)} sums to {sum(splits)}, and x has {tokens} tokens: every token belongs to one"
+                " expert"
+            )
+        return splits
+
+    def _by_group(self, x: Tensor, splits: tuple[int, ...], cached_weight: CachedWeight | None) -> Tensor:
+        """The sizes are known: decide, quantize, multiply."""
+        calls = [layer_call(part.delayed_state, part.recipe, part.layer_name) for part in self.parts]
+        weights, biases = self.weights, self.biases
+        for part, call, weight, (start, stop) in zip(self.parts, calls, weights, bounds_of(splits), strict=True):
+            # What a recompute in the backward sees has been seen before.
+            if call.recipe is None and call.gather and not in_backward():
+                part.delayed_state.input.gather(amax(x[start:stop].detach()))
+                part.delayed_state.weight.gather(amax(weight.detach()))
+        plans = [
+            None if call.recipe is None else part.planned(call, weight)
+            for part, call, weight in zip(self.parts, calls, weights, strict=True)
+        ]
+        chosen = tuple(plan for plan in plans if plan is not None)
+        dtype = fp8_dtype(x) if chosen else x.dtype
+        if len(chosen) < len(plans):
+            return grouped_linear_apart(x, weights, biases, splits, plans, dtype)
+        cached = tuple(
+            part.kept_operand(weight, plan, cached_weight)
+            for part, weight, plan in zip(self.parts, weights, chosen, strict=True)
+        )
+        return grouped_linear(x, weights, biases, GroupedCall(splits, chosen, dtype, cached))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for part in self.parts:
+            if part.delayed_state.is_used:
+                destination.update(part.delayed_state.saved(part.state_prefix(prefix)))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        found = []
+        for part in self.parts:
+            entries = part.delayed_state.taken_out(state_dict, part.state_prefix(prefix))
+            found.append((part, entries, f"{prefix}weight{part.index}" in state_dict))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        for part, entries, new_weight in found:
+            part.load(entries, new_weight)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for part in self.parts:
+            part.belongs_to(self)
+
+    def extra_repr(self) -> str:
+        """Extents."""
+        return (
+            f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features},"
+            f" bias={self.bias0 is not None}"
+        )

@@ -84,24 +84,28 @@ class FP8LinearMixin(nn.Module):
 
     def run(self, x: Tensor, cached_weight: CachedWeight | None) -> Tensor:
         """The forward of every layout: decide, quantize, multiply."""
-        if cached_weight not in (None, "refresh", "reuse"):
+        if cached_weight is not None and cached_weight not in ("refresh", "reuse"):
             raise ValueError(f"cached_weight is {cached_weight!r}: expected None, 'refresh' or 'reuse'")
         weight = self.matrix()
         if x.shape[-1:] != weight.shape[1:]:
             raise ValueError(
                 f"input has shape {tuple(x.shape)}: its last dimension must be in_features = {weight.shape[1]}"
             )
-        call = layer_call(self.delayed_state, self.recipe, self.layer_name)
-        if call.recipe is None:
+        state, name = self.delayed_state, self.layer_name
+        call = layer_call(state, self.recipe, name)
+        recipe = call.recipe
+        if recipe is None:
             return self._high_precision(x, weight, call)
-        # A name that compiled code depends on would make a graph for each layer of a model compiled block by block.
-        name = "" if torch.compiler.is_compiling() else self.layer_name or type(self).__name__
-        plan = plan_linear(call, self.delayed_state, name, self.observer)
-        if call.recipe.delayed is not None and not torch.compiler.is_compiling():
-            self._notice_forgotten_update(weight)
+        if torch.compiler.is_compiling():
+            # A name that compiled code depends on would make a graph for each layer of a model compiled by blocks.
+            name = ""
+        else:
+            name = name or type(self).__name__
+            if recipe.delayed is not None:
+                self._notice_forgotten_update(weight)
+        plan = plan_linear(call, state, name, self.observer)
         operand = self.kept_operand(weight, plan, cached_weight)
-        out_dtype = _out_dtype(x)
-        return linear(x, weight, self.added_bias(), plan, out_dtype, operand)
+        return linear(x, weight, self.added_bias(), plan, _out_dtype(x), operand)
 
     def _high_precision(self, x: Tensor, weight: Tensor, call: Call) -> Tensor:
         if isinstance(weight, QuantizedTensor):
@@ -142,10 +146,10 @@ class FP8LinearMixin(nn.Module):
 
     def _notice_forgotten_update(self, weight: Tensor) -> None:
         """Warn once if the optimizer has stepped and no update has followed."""
-        state = self.delayed_state
-        if not torch.is_grad_enabled() or _version(weight) == state.weight_version:
+        state, version = self.delayed_state, _version(weight)
+        if version == state.weight_version or not torch.is_grad_enabled():
             return
-        state.weight_version = _version(weight)
+        state.weight_version = version
         state.stale_steps += 1
         if state.stale_steps == STALE_STEPS + 1:
             # The other layers have nothing to add.
@@ -273,7 +277,7 @@ def _version(weight: Tensor) -> tuple[int, int]:
 
 def _out_dtype(x: Tensor) -> torch.dtype:
     """The dtype of the output: that of torch.autocast if it is on, else x's."""
-    device = x.device.type
+    device = "cuda" if x.is_cuda else x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     if dtype not in OUT_DTYPES:
         raise ValueError(f"input has dtype {dtype}: an FP8 layer takes float32, bfloat16 or float16")

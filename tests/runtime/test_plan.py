@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import itertools
 import pickle
 import threading
 import weakref
@@ -142,3 +144,40 @@ def test_a_layers_state_goes_with_the_layer(recipe: Recipe) -> None:
         assert state() is None
     finally:
         gc.enable()
+
+
+def test_whatever_decides_on_a_call_decides_anew_when_it_changes() -> None:
+    """The calls in turn, each right after another one, are those of layers that never ran otherwise."""
+    delayed, other = DELAYED, DelayedScaling(amax_history_len=3, format=octavo.E4M3)
+    first = DelayedScaling(amax_history_len=3, initialise_from_first_batch=True)
+
+    def enter(way: str) -> Any:
+        return {
+            "own": contextlib.nullcontext,
+            "context": lambda: octavo.autocast(recipe=delayed),
+            "other context": lambda: octavo.autocast(recipe=other),
+            "current": lambda: octavo.autocast(recipe=CurrentScaling()),
+            "off": lambda: octavo.autocast(enabled=False),
+            "calibrating": lambda: octavo.autocast(enabled=False, recipe=delayed, calibrating=True),
+            "no grad": torch.no_grad,
+        }[way]()
+
+    ways = ["own", "context", "other context", "current", "off", "calibrating", "no grad"]
+
+    def decided(call: Any) -> Any:
+        return call.recipe, call.gather, call.repeats, call.from_data, call.used is None
+
+    state = LayerState()
+    for before, way in itertools.product(ways, repeat=2):
+        for one in (before, way, way):
+            with enter(one):
+                call = layer_call(state, delayed, "layer")
+        with enter(way):
+            assert decided(call) == decided(layer_call(LayerState(), delayed, "layer")), (before, way)
+        assert layer_call(state, None, "layer").recipe is None, "another recipe of its own"
+    state = LayerState()
+    assert layer_call(state, first, None).from_data == (True, True, True)
+    state.input.from_data = False
+    assert layer_call(state, first, None).from_data == (False, True, True)
+    named = delayed.replaced(overrides={"high": None})
+    assert [layer_call(state, named, name).recipe for name in ("low", "high", "low")] == [named, None, named]

@@ -113,3 +113,37 @@ def test_a_tensor_with_a_static_input_type_is_one_of_a_marked_static_address() -
         assert vars(state.gathered) == vars(marked)
         # A forward operand's scale is another tensor after each update.
         assert vars(state.scale) == (vars(marked) if late_bound else {})
+
+
+def test_the_apply_below_function_apply_runs_a_function() -> None:
+    """What `octavo.functional.linear` calls in eager code, where no transform of torch.func is active."""
+    assert not torch._C._are_functorch_transforms_active()
+    x = torch.ones(2, 3, requires_grad=True)
+    assert torch._C._functorch.unwrap_if_dead(x) is x
+    apply = super(torch.autograd.Function, _Through).apply
+    y = apply(x, True)
+    assert torch.equal(y, _Through.apply(x, True))
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.eq(2).all()
+
+
+def test_transforms_of_torch_func_are_seen() -> None:
+    seen: list[bool] = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(torch._C._are_functorch_transforms_active())
+        return x.sum()
+
+    torch.func.grad(function)(torch.ones(3))
+    assert seen == [True]
+
+
+def test_resize_makes_no_view_of_what_is_none() -> None:
+    """So that the output of a Function can be changed in place by its user."""
+    y = torch.ones(6, 2)
+    z = y.resize_(2, 3, 2)
+    assert z is y
+    assert not z._is_view()
+    assert z.is_contiguous()
+    assert z.shape == (2, 3, 2)

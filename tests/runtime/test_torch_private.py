@@ -137,13 +137,3 @@ def test_transforms_of_torch_func_are_seen() -> None:
 
     torch.func.grad(function)(torch.ones(3))
     assert seen == [True]
-
-
-def test_resize_makes_no_view_of_what_is_none() -> None:
-    """So that the output of a Function can be changed in place by its user."""
-    y = torch.ones(6, 2)
-    z = y.resize_(2, 3, 2)
-    assert z is y
-    assert not z._is_view()
-    assert z.is_contiguous()
-    assert z.shape == (2, 3, 2)

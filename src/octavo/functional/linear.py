@@ -179,10 +179,8 @@ def _fprop(
     rows = _unpadded(y, lead.numel(), num_out, traced)
     if len(lead) == 1 and rows is y:
         return y
-    # A view made inside an autograd Function could not be changed in place by the user. What is no view yet need not
-    # become one; of another a view is made that is not known as such.
-    if rows is y and not traced:
-        return y.resize_(*lead, num_out)
+    # A view made inside an autograd Function could not be changed in place by the user; this one is not known as a
+    # view. (`resize_` would count as a change of what a selective checkpoint has saved.)
     shaped: Tensor = _unsafe_view(rows, (*lead, num_out))
     return shaped
 

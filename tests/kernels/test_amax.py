@@ -151,13 +151,14 @@ def test_both_start_from_one_fill_and_in_an_operator_share_no_memory(monkeypatch
     pytest.importorskip("triton")
     from octavo.kernels.amax import triton_kernel
 
-    monkeypatch.setattr(triton_kernel, "_launch_by_row_and_column", lambda *_: None)
-    for x in (torch.ones(37, 21), torch.ones(21, 37).t()):
+    for launcher in ("_launch_by_row_and_column", "_launch_packed"):
+        monkeypatch.setattr(triton_kernel, launcher, lambda *_: None)
+    for x in (torch.ones(37, 21), torch.ones(21, 37).t(), torch.ones(37, 42).bfloat16()):
         for apart in (False, True):
             by_row, by_column = triton_kernel.amax_by_row_and_column_triton(x, True, True, apart)
             assert by_row is not None
             assert by_column is not None
-            assert (by_row.shape, by_column.shape) == ((37, 1), (1, 21))
+            assert (by_row.shape, by_column.shape) == ((37, 1), (1, x.shape[1]))
             assert not by_row.any()
             assert not by_column.any()
             memory = {by_row.untyped_storage().data_ptr(), by_column.untyped_storage().data_ptr()}

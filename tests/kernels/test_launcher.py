@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.kernels.launcher import Key, Launcher, specialization
+from octavo.kernels.launcher import Key, Launcher, common_alignment, specialization
 
 NUMBERS = [0, 1, 2, 3, 15, 16, 17, 31, 32, 48, 4096, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**31 + 16, 2**40 + 1]
 
@@ -27,6 +27,16 @@ def test_integers_are_told_apart_as_triton_does() -> None:
     for a, b in product(NUMBERS, repeat=2):
         assert (specialization(a) == specialization(b)) == (by_triton(a) == by_triton(b)), (triton.__version__, a, b)
     assert specialization(16, 1) == (*specialization(16), *specialization(1)) != specialization(1, 16)
+
+
+def test_the_common_alignment_of_numbers_is_a_power_of_two_that_leaves_none_of_them_as_one() -> None:
+    literal = {
+        (8184, 8184): 8, (8188, 8188): 4, (8190, 8190): 2, (8191, 8191): 1, (64, 72): 8, (64, 0): 16, (4096, 4096): 16,
+        (16, 16): 8, (8, 16): 4, (2, 2): 1, (1, 1): 1, (48, 2**31): 1, (48, 2**31 - 16): 16,
+    }  # fmt: skip
+    assert {numbers: common_alignment(*numbers) for numbers in literal} == literal
+    # A symbol of traced code, say.
+    assert common_alignment(64, 64.0) == 1
 
 
 class Device:

@@ -30,6 +30,19 @@ def specialization(*numbers: int) -> tuple[int, ...]:
     return tuple((n % 16 == 0) + 2 * (n == 1) + 4 * (n >> 31 > 0) for n in numbers)
 
 
+def common_alignment(*numbers: Any) -> int:
+    """The largest power of two up to 16 that divides all of these extents and strides, and is none of them.
+
+    A kernel takes them in units of it and multiplies: so the compiler knows what it may read at once, of a row of 8184
+    elements too, where Triton by itself knows multiples of 16 alone. Of numbers that are not known yet, in traced
+    code, and of more than 31 bits, whose product the kernel would not hold, it is 1. None becomes a 1 by it, of which
+    Inductor would make a constant (`octavo.kernels.triton_support.one_column_reasons`).
+    """
+    if not all(isinstance(number, int) and number >> 31 == 0 for number in numbers):
+        return 1
+    return next((a for a in (16, 8, 4, 2) if all(n % a == 0 and n != a for n in numbers)), 1)
+
+
 class Key:
     """A key that is made once and looked up often: of equal parts there is one, which is told by its identity."""
 

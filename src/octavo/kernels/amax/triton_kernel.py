@@ -2,15 +2,17 @@
 
 Of the whole, each program strides through the matrix and writes one partial maximum: nothing to set to zero first, no
 atomics, and whoever casts the matrix next takes the largest of the few (`cast_transpose`). By row and by column in one
-read, blocks meet in atomic maxima on memory that starts at zero.
+read, blocks meet in atomic maxima on memory that starts at zero. (Partial maxima by row and by column were faster to
+write, and slower once another launch had joined them: `benchmarks/LOG.md`.)
 
-|x| is compared as float32; inf and NaN count as 0.
+|x| is compared as float32, or two of 16 bits at once (`packed_kernel`); inf and NaN count as 0.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -18,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.allocation import new_on
-from octavo.kernels.launcher import Key, Launcher, specialization
+from octavo.kernels.amax.packed_kernel import atomic_max, is_packed, packed_amax_kernel, packed_arguments
+from octavo.kernels.launcher import Key, Launcher, common_alignment
 from octavo.kernels.layout import padded
 
 # Elements of a block of a whole matrix: 32 a thread, four 16-byte loads of bf16 in flight.
@@ -44,15 +47,25 @@ def finite_magnitude(x):
     return tl.where(magnitude < float("inf"), magnitude, 0.0)
 
 
-@triton.jit(do_not_specialize=("rows",))
+@triton.jit(do_not_specialize=("rows", "columns", "stride_row"))
 def partial_amax_kernel(
-    x, out, rows, columns, stride_row, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PARTIALS: tl.constexpr
+    x,
+    out,
+    rows,
+    columns,
+    stride_row,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTIALS: tl.constexpr,
 ):
     """Largest finite magnitude of every PARTIALS-th block of x [rows, columns] (rows contiguous) -> out [PARTIALS].
 
-    A block is BLOCK // WIDTH rows of WIDTH columns.
+    A block is BLOCK // WIDTH rows of WIDTH columns. columns and stride_row come in units of ALIGN.
     """
     HEIGHT: tl.constexpr = BLOCK // WIDTH
+    columns = columns * ALIGN
+    stride_row = stride_row * ALIGN
     tiles_wide = tl.cdiv(columns, WIDTH)
     tiles = tl.cdiv(rows, HEIGHT) * tiles_wide
     largest = tl.zeros([HEIGHT, WIDTH], tl.float32)
@@ -66,7 +79,7 @@ def partial_amax_kernel(
     tl.store(out + tl.program_id(0), tl.max(tl.max(largest, axis=1), axis=0))
 
 
-@triton.jit(do_not_specialize=("rows",), do_not_specialize_on_alignment=("by_row", "by_column"))
+@triton.jit(do_not_specialize=("rows", "columns", "stride_row"), do_not_specialize_on_alignment=("by_row", "by_column"))
 def amax_by_row_and_column_kernel(
     x,
     by_row,
@@ -74,6 +87,7 @@ def amax_by_row_and_column_kernel(
     rows,
     columns,
     stride_row,
+    ALIGN: tl.constexpr,
     HAS_ROW: tl.constexpr,
     HAS_COLUMN: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -82,8 +96,10 @@ def amax_by_row_and_column_kernel(
 ):
     """BLOCKS blocks of x [rows, columns] (rows contiguous), one below the other.
 
-    -> their part of by_row [rows] and by_column [columns], by max.
+    -> their part of by_row [rows] and by_column [columns], by max. columns and stride_row come in units of ALIGN.
     """
+    columns = columns * ALIGN
+    stride_row = stride_row * ALIGN
     tiles_wide = tl.cdiv(columns, BLOCK_COLUMNS)
     first = (tl.program_id(0) // tiles_wide).to(tl.int64) * (BLOCK_ROWS * BLOCKS) + tl.arange(0, BLOCK_ROWS)
     column = (tl.program_id(0) % tiles_wide).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -94,14 +110,15 @@ def amax_by_row_and_column_kernel(
         source = x + row[:, None] * stride_row + column[None, :]
         magnitude = finite_magnitude(tl.load(source, mask=inside, other=0.0))
         if HAS_ROW:
-            tl.atomic_max(by_row + row, tl.max(magnitude, axis=1), mask=row < rows, sem="relaxed")
+            atomic_max(by_row + row, tl.max(magnitude, axis=1), row < rows)
         largest = tl.maximum(largest, magnitude)
     if HAS_COLUMN:
-        tl.atomic_max(by_column + column, tl.max(largest, axis=0), mask=column < columns, sem="relaxed")
+        atomic_max(by_column + column, tl.max(largest, axis=0), column < columns)
 
 
 _launch_partial = Launcher(partial_amax_kernel)
 _launch_by_row_and_column = Launcher(amax_by_row_and_column_kernel)
+_launch_packed = Launcher(packed_amax_kernel)
 
 
 class PreparedPartial:
@@ -112,8 +129,8 @@ class PreparedPartial:
     def __init__(self, x: Tensor) -> None:
         self.index = x.get_device()
         self.numbers, self.constants = _partial_arguments(x)
-        rows, *others = self.numbers
-        self.key = Key.of(x.dtype, x.data_ptr() % 16 == 0, rows >> 31, specialization(*others), self.constants)
+        wide = tuple(number >> 31 for number in self.numbers)
+        self.key = Key.of(x.dtype, x.data_ptr() % 16 == 0, wide, self.constants)
         self.made = (self.constants[-1],), (1,), torch.float32
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -149,19 +166,20 @@ class PreparedByRowAndColumn:
     By row and by column begin as zeros of one fill; the second where its alignment is that of a tensor of its own.
     """
 
-    __slots__ = ("apart", "begin", "constants", "index", "key", "numbers", "programs")
+    __slots__ = ("apart", "columns", "constants", "index", "key", "launch", "numbers", "programs", "rows")
 
     def __init__(self, x: Tensor, row: bool, column: bool, apart: bool) -> None:
-        rows, columns = x.shape
-        blocks = _BLOCKS_LARGE if rows * columns >= _LARGE else _BLOCKS
+        packed = is_packed(x)
         self.index = x.get_device()
         self.apart = apart
-        self.begin = padded(rows) if row else 0
-        self.programs = -(-rows // (_BLOCK_ROWS * blocks)) * -(-columns // _BLOCK_COLUMNS)
-        self.numbers = rows, columns, x.stride(0)
-        self.constants = row, column, _BLOCK_ROWS, _BLOCK_COLUMNS, blocks
-        others = specialization(columns, x.stride(0))
-        self.key = Key.of(x.dtype, x.data_ptr() % 16 == 0, rows >> 31, others, self.constants)
+        self.rows, self.columns = (
+            extent if wanted else 0 for extent, wanted in zip(x.shape, (row, column), strict=True)
+        )
+        self.launch = _launch_packed if packed else _launch_by_row_and_column
+        arguments = packed_arguments if packed else _loop_arguments
+        self.programs, self.numbers, self.constants = arguments(x, row, column)
+        wide = tuple(number >> 31 for number in self.numbers)
+        self.key = Key.of(x.dtype, x.data_ptr() % 16 == 0, wide, self.constants)
 
     def __call__(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """As `amax_by_row_and_column_triton`."""
@@ -170,17 +188,14 @@ class PreparedByRowAndColumn:
                 return self(x)
         by_row, by_column = self._zeros()
         tensors = (x, x if by_row is None else by_row, x if by_column is None else by_column)
-        _launch_by_row_and_column(
-            self.programs, self.key, tensors, self.numbers, self.constants, _WARPS_BY_ROW_AND_COLUMN
-        )
+        self.launch(self.programs, self.key, tensors, self.numbers, self.constants, _WARPS_BY_ROW_AND_COLUMN)
         return by_row, by_column
 
     def _zeros(self) -> tuple[Tensor | None, Tensor | None]:
-        (rows, columns, _), (row, column, *_) = self.numbers, self.constants
-        extent = self.begin + (columns if column else 0)
-        zeros = new_on(self.index)((extent,), (1,), torch.float32).zero_()
-        by_row = zeros.as_strided((rows, 1), (1, 1)) if row else None
-        by_column = zeros.as_strided((1, columns), (columns, 1), self.begin) if column else None
+        rows, columns, begin = self.rows, self.columns, padded(self.rows)
+        zeros = new_on(self.index)((begin + columns,), (1,), torch.float32).zero_()
+        by_row = zeros.as_strided((rows, 1), (1, 1)) if rows else None
+        by_column = zeros.as_strided((1, columns), (columns, 1), begin) if columns else None
         return by_row, by_column.clone() if self.apart and by_column is not None else by_column
 
 
@@ -215,13 +230,13 @@ def amax_by_row_and_column_triton(
     return prepared_by_row_and_column(x, row, column, apart)(x)
 
 
-def prepare_partial(x: Tensor) -> tuple[Tensor, tuple[int, int, int], tuple[int, int, int]]:
+def prepare_partial(x: Tensor) -> tuple[Tensor, tuple[int, int, int], tuple[int, int, int, int]]:
     """(out [P], numbers, constants) of a launch in traced code, for an x whose rows are contiguous."""
     numbers, constants = _partial_arguments(x)
     return x.new_empty(constants[-1], dtype=torch.float32), numbers, constants
 
 
-def _partial_arguments(x: Tensor) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+def _partial_arguments(x: Tensor) -> tuple[tuple[int, int, int], tuple[int, int, int, int]]:
     """(numbers, constants) of a launch for an x whose rows are contiguous."""
     rows, columns = x.shape
     # The widest block that fits into the columns without a rest; if that is narrow, with one.
@@ -232,7 +247,18 @@ def _partial_arguments(x: Tensor) -> tuple[tuple[int, int, int], tuple[int, int,
     if isinstance(rows, int):
         tiles = -(-rows // (_BLOCK // width)) * -(-columns // width)
         partials = min(_MOST_PARTIALS, triton.next_power_of_2(tiles))
-    return (rows, columns, x.stride(0)), (_BLOCK, width, partials)
+    align = common_alignment(columns, x.stride(0))
+    return (rows, columns // align, x.stride(0) // align), (align, _BLOCK, width, partials)
+
+
+def _loop_arguments(x: Tensor, row: bool, column: bool) -> tuple[int, tuple[int, ...], tuple[Any, ...]]:
+    """(programs, numbers, constants) of a launch of `amax_by_row_and_column_kernel`."""
+    rows, columns = x.shape
+    align = common_alignment(columns, x.stride(0))
+    blocks = _BLOCKS_LARGE if rows * columns >= _LARGE else _BLOCKS
+    programs = -(-rows // (_BLOCK_ROWS * blocks)) * -(-columns // _BLOCK_COLUMNS)
+    numbers = rows, columns // align, x.stride(0) // align
+    return programs, numbers, (align, row, column, _BLOCK_ROWS, _BLOCK_COLUMNS, blocks)
 
 
 def _with_contiguous_rows(x: Tensor) -> Tensor:

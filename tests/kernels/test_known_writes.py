@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 
 from octavo.formats import E4M3
 from octavo.kernels import known_writes
-from octavo.kernels.cast_transpose.triton_kernel import cast_transpose_kernel, prepare
+from octavo.kernels.cast_transpose.launch import cast_transpose_kernel, prepare
 
 
 @pytest.fixture

@@ -83,6 +83,9 @@ def test_amaxes_with_equal_keys_are_one_variant_of_tritons(monkeypatch: pytest.M
             for x in views(shape, dtype):
                 amax_kernels.partial_amax_triton(x)
 
+    # Words of two elements: see test_amax_packed.py.
+    monkeypatch.setattr(amax_kernels, "_launch_packed", lambda *_: None)
+
     def both() -> None:
         for shape, wanted in product(shapes, ((True, True), (True, False), (False, True))):
             for x in views(shape, dtype):
@@ -114,11 +117,31 @@ def test_the_number_of_rows_makes_no_variant(monkeypatch: pytest.MonkeyPatch) ->
 
     def both() -> None:
         for x in some:
-            amax_kernels.amax_by_row_and_column_triton(x, True, True)
+            amax_kernels.amax_by_row_and_column_triton(x.float(), True, True)
 
     kernel = amax_kernels.amax_by_row_and_column_kernel
     launches = launches_of(monkeypatch, amax_kernels, "_launch_by_row_and_column", both)
     assert len(assert_keys_decide(kernel, launches)) == 1
+
+
+def test_extents_make_variants_by_their_common_alignment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the columns and of the stride; as none of them becomes a 1, none becomes a constant, one column aside."""
+    some = [torch.ones(3, 400, dtype=torch.bfloat16)[:, :n] for n in (32, 48, 64)]
+    some += [torch.ones(3, n, dtype=torch.bfloat16) for n in (2, 3, 7, 4, 6, 8, 12, 24, 16, 40, 32, 8184, 8188, 8190)]
+
+    def call() -> None:
+        for x in some:
+            cast_kernels.cast_transpose_triton(x, E4M3, *given("shared", x))
+
+    with monkeypatch.context() as patched:
+        launches = launches_of(patched, cast_kernels, "_launch_kernel", call)
+    variants = assert_keys_decide(cast_kernels.cast_transpose_kernel, launches)
+    aligned = [launch.constants[0] for launch in launches]
+    assert aligned == [16, 16, 16, 1, 1, 1, 2, 2, 4, 4, 8, 8, 8, 16, 8, 4, 2]
+    assert len(variants) == len(set(aligned))
+    for launch, x in zip(launches, some, strict=True):
+        assert [number * launch.constants[0] for number in launch.numbers[1:]] == [x.shape[1], x.stride(0)]
+        assert 1 not in launch.numbers
 
 
 def test_more_than_31_bits_of_rows_are_another_variant(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from octavo.formats import format_named
+from octavo.kernels import sum_kernel
 from octavo.kernels.amax import triton_kernel as amax_kernels
 from octavo.kernels.cast_transpose import launch as cast_kernels
 from octavo.kernels.cast_transpose.rule import ScaleRule
@@ -27,7 +28,7 @@ if hasattr(torch._inductor.config, "static_launch_user_defined_triton_kernels"):
     torch._inductor.config.static_launch_user_defined_triton_kernels = True
     os.environ.setdefault("TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS", "1")
 
-remember_writes(amax_kernels.partial_amax_kernel, cast_kernels.cast_transpose_kernel)
+remember_writes(amax_kernels.partial_amax_kernel, cast_kernels.cast_transpose_kernel, sum_kernel.join_sums_kernel)
 
 
 @triton_op("octavo::partial_amax_inductor", mutates_args=())
@@ -54,7 +55,7 @@ def cast_transpose_inductor(
     column_sum: bool,
     shared: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`octavo.kernels.cast_transpose.cast_transpose`; an empty tensor for what is not wanted. The sums are partial."""
+    """`octavo.kernels.cast_transpose.cast_transpose`; an empty tensor for what is not wanted."""
     x = x if x.stride(1) == 1 else x.contiguous()
     rule = None if epsilon is None else ScaleRule(epsilon, power_of_two)
     outputs, programs, tensors, numbers, constants = cast_kernels.prepare(
@@ -63,7 +64,8 @@ def cast_transpose_inductor(
     wrap_triton(cast_kernels.cast_transpose_kernel)[(programs,)](
         *tensors, *numbers, *constants, num_warps=cast_kernels.WARPS
     )
-    codes, scale, codes_t, scale_t, sums = outputs
+    codes, scale, codes_t, scale_t, parts = outputs
+    sums = None if parts is None else _joined(parts)
     if scale is not None and rowwise is not None and rowwise.dim() != 2:
         scale = scale.reshape(())
     if scale_t is not None and columnwise is not None and columnwise.dim() != 2:
@@ -72,3 +74,10 @@ def cast_transpose_inductor(
         x.new_empty(0) if out is None else out for out in (codes, scale, codes_t, None if shared else scale_t, sums)
     )
     return codes, scale, codes_t, scale_t, sums
+
+
+def _joined(parts: Tensor) -> Tensor:
+    programs, numbers, constants = sum_kernel.join_arguments(*parts.shape)
+    sums = parts.new_empty(parts.shape[1])
+    wrap_triton(sum_kernel.join_sums_kernel)[(programs,)](parts, sums, *numbers, *constants, num_warps=sum_kernel.WARPS)
+    return sums

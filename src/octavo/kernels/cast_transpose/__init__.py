@@ -211,8 +211,6 @@ def _compiled(
     codes, scale, codes_t, scale_t, sums = (
         out if want is not None else None for out, want in zip(outputs, wanted, strict=True)
     )
-    if native and sums is not None:
-        sums = sums.sum(0)
     return CastOutput(codes, scale, codes_t, scale if shared else scale_t, sums)
 
 

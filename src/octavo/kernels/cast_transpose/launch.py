@@ -18,8 +18,9 @@ from octavo.kernels.allocation import New, new_on
 from octavo.kernels.cast_transpose.rule import ScaleRule
 from octavo.kernels.cast_transpose.triton_kernel import cast_transpose_kernel as cast_transpose_kernel
 from octavo.kernels.codes import CODE_DTYPES, INTERPRETED
-from octavo.kernels.launcher import Key, Launcher, specialization
+from octavo.kernels.launcher import Key, Launcher, common_alignment
 from octavo.kernels.layout import padded
+from octavo.kernels.sum_kernel import joined_sums
 from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
 
 # Rows and columns of a block (64 columns are 128 bytes of bf16, 64 of codes): of a small matrix, which has too few
@@ -86,6 +87,7 @@ class _Call(NamedTuple):
 
 def _layout(rows: Any, columns: int, stride_row: int, flags: _Flags) -> _Layout:
     padded_rows, padded_columns = padded(rows), padded(columns)
+    align = common_alignment(columns, stride_row)
     block_rows, block_columns = _BLOCK
     # Of a traced number of rows nothing is asked: each answer would be a graph of its own.
     if not isinstance(rows, int) or rows * columns >= _LARGE:
@@ -97,6 +99,7 @@ def _layout(rows: Any, columns: int, stride_row: int, flags: _Flags) -> _Layout:
     whole = one if flags.stores_scale else None
     dtype = format_named(flags.format).dtype
     constants = (
+        align,
         flags.has_codes,
         flags.has_codes_t,
         flags.shared,
@@ -126,7 +129,7 @@ def _layout(rows: Any, columns: int, stride_row: int, flags: _Flags) -> _Layout:
         ((padded_columns, 1), (1, 1), torch.float32) if flags.by_column else whole,
         ((tiles_tall, columns), (columns, 1), torch.float32) if flags.column_sum else None,
         tiles_tall * tiles_wide,
-        (rows, columns, stride_row),
+        (rows, columns // align, stride_row // align),
         constants,
         flags.reads_given,
     )
@@ -248,8 +251,8 @@ class PreparedCast:
         self.index = x.get_device()
         rows, columns = x.shape
         self.layout = _layout(rows, columns, x.stride(0), flags)
-        numbers = specialization(columns, x.stride(0))
-        self.key = Key.of(x.dtype, x.data_ptr() % 16 == 0, rows >> 31, numbers, flags.format, self.layout.constants)
+        wide = tuple(number >> 31 for number in self.layout.numbers)
+        self.key = Key.of(x.dtype, x.data_ptr() % 16 == 0, wide, flags.format, self.layout.constants)
 
     def __call__(
         self, x: Tensor, rowwise: Tensor | None, columnwise: Tensor | None, gathered: Tensor | None
@@ -266,7 +269,7 @@ class PreparedCast:
             return outputs
         codes, scale, codes_t, scale_t, sums = outputs
         assert sums is not None, "the layout has them"
-        return codes, scale, codes_t, scale_t, sums.sum(0)
+        return codes, scale, codes_t, scale_t, joined_sums(sums)
 
 
 def prepared(

@@ -21,10 +21,10 @@ import triton.language as tl
 from octavo.kernels.codes import largest_finite, multiplier_and_scale, pairs_of_codes, scaled
 
 
-# What is not in the launcher's key must not make a variant: the number of rows, which is that of the tokens, and where
-# among others a scale or an amax lies.
+# What is not in the launcher's key must not make a variant: the number of rows, which is that of the tokens, extents
+# beyond ALIGN, and where among others a scale or an amax lies.
 @triton.jit(
-    do_not_specialize=("rows",),
+    do_not_specialize=("rows", "columns", "stride_row"),
     do_not_specialize_on_alignment=("rowwise", "columnwise", "scale", "scale_t", "gathered", "sums"),
 )
 def cast_transpose_kernel(
@@ -40,6 +40,7 @@ def cast_transpose_kernel(
     rows,
     columns,
     stride_row,
+    ALIGN: tl.constexpr,
     HAS_CODES: tl.constexpr,
     HAS_CODES_T: tl.constexpr,
     SHARED: tl.constexpr,
@@ -62,7 +63,7 @@ def cast_transpose_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """One block of x [rows, columns], whose rows are contiguous.
+    """One block of x [rows, columns], whose rows are contiguous; columns and stride_row come in units of ALIGN.
 
     -> codes [padded rows, padded columns] with scale, codes_t its transpose with scale_t, gathered [], and
     sums [blocks of rows, columns]. SHARED: both layouts hold the same codes. BY_ROW, BY_COLUMN: what is given is a
@@ -71,6 +72,8 @@ def cast_transpose_kernel(
     """
     PAIRS: tl.constexpr = BLOCK_ROWS // 2
     # 1. Which block; 64 bits, since an offset can exceed 2^31.
+    columns = columns * ALIGN
+    stride_row = stride_row * ALIGN
     padded_rows = (rows + 15) // 16 * 16
     padded_columns = (columns + 15) // 16 * 16
     tiles_wide = tl.cdiv(padded_columns, BLOCK_COLUMNS)

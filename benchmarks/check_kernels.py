@@ -35,7 +35,7 @@ from octavo.scaling import ROW, multiplier_from_amax, scale_from_multiplier
 from benchmarks.check_products import check_products
 from benchmarks.check_reductions import check_amaxes, check_sums, check_updates
 from benchmarks.comparing import compare, differing
-from benchmarks.kernel_inputs import AMAX_KINDS, DTYPES, RULES, SCALE_KINDS, SHAPES
+from benchmarks.kernel_inputs import AMAX_KINDS, DTYPES, NARROWLY_ALIGNED, RULES, SCALE_KINDS, SHAPES
 from benchmarks.kernel_inputs import distributions, layouts, sources
 from benchmarks.kernel_speed import sweep, time_host, time_kernels
 from tests.formats.edge_values import edge_matrix, random_bits, special_float32
@@ -150,7 +150,7 @@ def check_casts(checks: Checks, device: str) -> None:
 def check_shapes(checks: Checks, device: str) -> None:
     """Every shape in every memory order, bf16; each kind of scale; whole blocks of every dtype; no scale at all."""
     kinds = (*SCALE_KINDS, *AMAX_KINDS)
-    for shape in (*SHAPES, (0, 32), (32, 0)):
+    for shape in (*SHAPES, *NARROWLY_ALIGNED, (0, 32), (32, 0)):
 
         def casts(shape: tuple[int, int] = shape) -> Result:
             mismatches = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from benchmarks.comparing import Result, compare, differing
-from benchmarks.kernel_inputs import DTYPES, SHAPES, TEN_MILLION, layouts, sources
+from benchmarks.kernel_inputs import DTYPES, NARROWLY_ALIGNED, SHAPES, TEN_MILLION, layouts, sources
 from benchmarks.kernel_speed import Checks
 from tests.formats.edge_values import random_bits
 from torch import Tensor
@@ -19,7 +19,7 @@ from octavo.scaling import COLUMN, ROW, TENSOR
 def check_sums(checks: Checks, device: str) -> None:
     """Column sums: of small integers exactly, of normal data within the bound of `sum_bound`; codes as without them."""
     for dtype in (*DTYPES, torch.float64):
-        for shape in (*SHAPES, (4096, 200), (8192, 4104), (0, 32)):
+        for shape in (*SHAPES, *NARROWLY_ALIGNED, (4096, 200), (8192, 4104), (0, 32)):
 
             def sums(dtype: torch.dtype = dtype, shape: tuple[int, int] = shape) -> Result:
                 mismatches, worst = 0, 0.0
@@ -71,12 +71,18 @@ def check_amaxes(checks: Checks, device: str) -> None:
 
         def amaxes(dtype: torch.dtype = dtype) -> Result:
             mismatches = 0
-            for shape in (*SHAPES, (64, 17), (3, 200_000), (200_000, 3), (0, 32), (32, 0)):
+            for shape in (*SHAPES, *NARROWLY_ALIGNED, (64, 17), (3, 200_000), (200_000, 3), (0, 32), (32, 0)):
                 values = random_bits(shape, dtype, device)
                 for x in (values, values.double()) if dtype == torch.float32 else (values,):
                     mismatches += sum(amax_mismatches(view) for _, view in layouts(x))
             for value in (float("nan"), float("inf"), -0.0):
-                mismatches += amax_mismatches(torch.full((300, 130), value, dtype=dtype, device=device))
+                x = torch.full((300, 130), value, dtype=dtype, device=device)
+                mismatches += amax_mismatches(x)
+                # Some rows and columns of nothing else, and others of the smallest magnitude, which is subnormal.
+                x[3::5] = random_bits((60, 130), dtype, device)
+                x[:, ::7] = value
+                x[4::5, 1::7] = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+                mismatches += amax_mismatches(x) + amax_mismatches(x[:, :129]) + amax_mismatches(x[:, 2:])
             return {"mismatches": mismatches}
 
         checks.run("amax shapes", amaxes, dtype=str(dtype))

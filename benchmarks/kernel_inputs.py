@@ -14,6 +14,8 @@ from octavo.scaling import COLUMN, ROW, TENSOR
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((1, 1), (1, 333), (257, 1), (7, 13), (16, 16), (128, 128), (200, 130), (8192, 48), (24, 9000), (1024, 1000))
+# Rows whose common alignment is 8, 4 and 2 elements; in words of two elements 4, 2 and 1.
+NARROWLY_ALIGNED = ((1, 334), (520, 1272), (520, 1276), (521, 1278), (8200, 2044))
 TEN_MILLION = (3163, 3163)
 RULES = (ScaleRule(), ScaleRule(power_of_two=True), ScaleRule((1e-3).hex()), ScaleRule((1e-3).hex(), True))
 SCALE_KINDS = (
@@ -40,6 +42,8 @@ def layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     flat = x.new_zeros(x.numel() + 1)
     flat[1:] = x.flatten()
     yield "offset", flat[1:].view(rows, columns)
+    # An address and a stride that are aligned where the columns may not be.
+    yield "padded", torch.cat([x, x.new_ones(rows, 32 - columns % 16)], dim=1)[:, :columns]
     wider = x.new_zeros(rows, columns + 1)
     wider[:, 1:] = x
     yield "without the first column", wider[:, 1:]

@@ -43,16 +43,17 @@ from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, Rowwise
 from octavo.scaling import BLOCK_1X128, BLOCK_128X128
 
 # Of one column only amaxes are Triton's. The transpose of one column is a row whose stride is 1.
-SHAPES = ((1, 1), (1, 37), (7, 13), (33, 258), (130, 300))
+SHAPES = ((1, 1), (1, 37), (1, 38), (7, 13), (33, 258), (130, 300))
 DTYPES = (torch.bfloat16, torch.float32)
 RULE = ScaleRule(power_of_two=True)
 ACTIVATIONS = ("gelu_tanh", "gelu_erf", "swiglu", "sreglu")
 
 
 def matrices(rows: int, columns: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """[rows, columns] with contiguous rows, the same with a gap and off the alignment, and with contiguous columns."""
+    """[rows, columns] with contiguous rows, with gaps on and off the alignment, and with contiguous columns."""
     yield torch.randn(rows, columns, device="cuda", dtype=dtype)
     yield torch.randn(rows, columns + 3, device="cuda", dtype=dtype)[:, 1 : columns + 1]
+    yield torch.randn(rows, columns + 4, device="cuda", dtype=dtype)[:, :columns]
     yield torch.randn(columns, rows, device="cuda", dtype=dtype).t()
 
 
@@ -60,6 +61,7 @@ def casts(x: Tensor) -> None:
     """Amaxes, and casts by tensor, by row and column, and by block."""
     scale, gathered = torch.full((), 0.01, device="cuda"), torch.zeros((), device="cuda")
     parts = partial_amax(x)
+    amax_by_row_and_column(x.half())
     for row, column in ((True, True), (True, False), (False, True)):
         by_row, by_column = amax_by_row_and_column(x, row, column)
         cast_transpose(x, E4M3, by_row, by_column, rule=RULE)

@@ -133,6 +133,19 @@ def test_compiled_packed_attention_is_the_eager_one_to_rounding(mask_type: str, 
         assert not other[-2:].any()
 
 
+@pytest.mark.parametrize("mask_type", ["padding", "padding_causal", "padding_causal_bottom_right"])
+def test_compiled_packed_queries_and_keys_of_different_lengths(mask_type: str) -> None:
+    lengths_q, lengths_kv = [3, 4, 2], [7, 2, 5]
+    qkv = [torch.randn(n, heads, D) for n, heads in ((9, H), (14, G), (14, G))]
+    layer = DotProductAttention(H, D, G, qkv_format="thd", attn_mask_type=mask_type, window_size=(3, -1))
+    call = {"cu_seqlens_q": sums(lengths_q), "cu_seqlens_kv": sums(lengths_kv)}
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    dy = torch.randn(9, H * D)
+    for one, other in zip(run(layer, qkv, dy, **call), run(compiled, qkv, dy, **call), strict=True):
+        assert relative_error(one, other) < chained(D, 4)
+
+
 @pytest.mark.parametrize("mask_type", ["no_mask", "causal", "padding_causal", "arbitrary"])
 def test_compiled_without_a_break(mask_type: str) -> None:
     qkv, dy = operands(3, 9), torch.randn(3, 9, H * D)

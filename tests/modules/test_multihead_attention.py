@@ -255,6 +255,15 @@ def test_under_autocast_parameters_stay_float32_and_products_do_not() -> None:
         assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in layer.parameters())
 
 
+def test_its_linear_layers_may_be_those_of_torch() -> None:
+    layer = MultiheadAttention(HIDDEN, HEADS, fuse_qkv_params=True)
+    x, _ = data()
+    before = layer(x)
+    octavo.unconvert(layer)
+    assert type(layer.proj) is nn.Linear
+    assert torch.equal(layer(x), before)
+
+
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"attention_type": "crossed"}, {}, "attention_type is 'crossed': expected 'self' or 'cross'"),
     ({"return_layernorm_output": True}, {}, "needs input_layernorm=True"),

@@ -171,18 +171,18 @@ class MultiheadAttention(nn.Module):
         else:
             context = attended_from_cache(self.core_attention, q, k, v, kv_cache, call)
         # 4. Back.  [..., H D] -> [..., hidden]
-        y: Tensor = self.proj(context, cached_weight=cached_weight)
+        y: Tensor = self.proj(context, **_micro_batch(cached_weight))
         return y if normed is None else (y, normed)
 
     def _heads(
         self, x: Tensor, encoder_output: Tensor | None, cached_weight: CachedWeight | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        made = getattr(self, self._first)(x, cached_weight=cached_weight)
+        made = getattr(self, self._first)(x, **_micro_batch(cached_weight))
         projected, normed = made if self.return_layernorm_output else (made, None)
         if encoder_output is None:
             return *self._split(projected, self.num_attention_heads // self.num_gqa_groups), normed
         q = projected.unflatten(-1, (self.num_attention_heads, self.kv_channels))
-        _, k, v = self._split(self.key_value(encoder_output, cached_weight=cached_weight), 0)
+        _, k, v = self._split(self.key_value(encoder_output, **_micro_batch(cached_weight)), 0)
         return q, k, v, normed
 
     def _split(self, projected: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,6 +225,11 @@ def _projection(
     if norm is None:
         return SplitLinear(num_in, rows, bias, **more)
     return LayerNormSplitLinear(num_in, rows, bias, **norm, **more)
+
+
+def _micro_batch(cached_weight: CachedWeight | None) -> dict[str, CachedWeight]:
+    """The argument of a projection; none for an `nn.Linear`, which `octavo.unconvert` makes of one."""
+    return {} if cached_weight is None else {"cached_weight": cached_weight}
 
 
 def _channels(hidden_size: int, num_heads: int) -> int:

@@ -28,7 +28,8 @@ PROTOCOL = {
     " update of scales, which is one for a whole model and step",
     "host_time": "time until the calls return, the queue empty before, gradients set to None in each call",
     "steps": "AdamW fused, torch.autocast bf16, fp32 parameters; zero_grad(set_to_none=True) before the"
-    " forward; wall time, synchronised after each step; compiled: one region a block",
+    " forward; wall time, synchronised after each step; compiled: one region a block, with delayed scaling after three"
+    " eager steps, in which scales become known (else three graphs are compiled one after another)",
     "memory": "the largest allocation during the measured steps, of one model alone: the others freed before",
 }
 

@@ -54,20 +54,25 @@ def prepare_training(
     model: Any = LossModel(inner, case.loss)
     capturable = variant.graph == "captured"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=capturable)
-    if variant.compiled in ("blocks", "reduced"):  # one region a block: one compilation serves all of them
-        for block in case.blocks(inner):
-            block.compile(mode="reduce-overhead" if variant.compiled == "reduced" else None)
-    elif variant.compiled == "whole":
-        inner.compile()
     batch = case.make_batch(sizes, samples, device)
     parameters = sum(parameter.numel() for parameter in inner.parameters())
-    if variant.graph == "graphed":
-        model = _graphed(model, variant, batch, device)
     stepper = _Stepper(model, converted, optimizer, batch, device, keeps_casts=not variant.graph)
+    if variant.compiled:
+        for _ in range(converted.eager_steps):
+            stepper.run()
+        _compile(inner, variant.compiled, case.blocks(inner))
+    if variant.graph == "graphed":
+        stepper.model = _graphed(model, variant, batch, device)
     step: Call = stepper.run
     if capturable:
         step = _captured(stepper)
     return Training(step, lambda: stepper.loss, converted.layers, parameters)
+
+
+def _compile(model: nn.Module, form: str, blocks: list[nn.Module]) -> None:
+    """In place, as `Variant.compiled` says; one compilation serves all blocks."""
+    for part in [model] if form == "whole" else blocks:
+        part.compile(mode="reduce-overhead" if form == "reduced" else None)
 
 
 class _Stepper:
@@ -84,7 +89,7 @@ class _Stepper:
         device: torch.device,
         keeps_casts: bool,
     ) -> None:
-        self._model, self._converted, self._optimizer, self._batch = model, converted, optimizer, batch
+        self.model, self._converted, self._optimizer, self._batch = model, converted, optimizer, batch
         self._device, self._keeps_casts = device, keeps_casts
 
     def run(self) -> None:
@@ -95,7 +100,7 @@ class _Stepper:
             autocast = torch.autocast(self._device.type, torch.bfloat16, cache_enabled=self._keeps_casts)
             stack.enter_context(autocast)
             stack.enter_context(self._converted.context())
-            loss = self._model(*self._batch)
+            loss = self.model(*self._batch)
         loss.backward()
         self._optimizer.step()
         self._converted.after_step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -30,6 +31,8 @@ from octavo.runtime import update_scales
 HEAD = r"(^|\.)(lm_)?head$"
 COMPILED = {"": "", "compiled": "blocks", "reduced": "reduced", "whole": "whole"}
 LEAN = "lean"
+# Scales of delayed scaling are measured at first, those of gradients until the third step: a graph each time.
+_UNTIL_KNOWN = 3
 GRAPHS = ("graphed", "captured")
 # In this order, so that a time limit leaves out what says least.
 ON_GPU = (
@@ -115,11 +118,13 @@ class Converted:
         layers: how many run in FP8.
         context: what surrounds the forward.
         after_step: follows the optimizer's step.
+        eager_steps: to be run before anything is compiled.
     """
 
     layers: int
     context: Context = nullcontext
     after_step: Callable[[], None] = lambda: None
+    eager_steps: int = 0
 
 
 def variant_reason(variant: Variant, device: torch.device) -> str | None:
@@ -149,8 +154,10 @@ def apply_variant(variant: Variant, model: nn.Module) -> Converted:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a model without a layer to convert: `_counted` raises
             report = convert(model, recipe, exclude=[HEAD])
-        after = (lambda: update_scales(model)) if recipe.delayed is not None else (lambda: None)
-        return _counted(Converted(len(report.converted), context, after), variant)
+        if recipe.delayed is None:
+            return _counted(Converted(len(report.converted), context), variant)
+        after = functools.partial(update_scales, model)
+        return _counted(Converted(len(report.converted), context, after, _UNTIL_KNOWN), variant)
     if variant.library == "te":
         return _counted(Converted(swap_for_te(model), te_context(te_recipe(variant.recipe))), variant)
     return _counted(Converted(convert_for_torchao(model, variant.recipe)), variant)

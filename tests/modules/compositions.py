@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +35,7 @@ RECIPES: dict[str, Recipe | None] = {
     "static": StaticScaling(input_scale=0.01, weight_scale=0.001),
     "none": None,
 }
+BF16 = torch.bfloat16
 FEW = ("delayed", "current", "block", "none")
 
 
@@ -118,3 +123,21 @@ def assert_same_steps(
             else:
                 assert a.dtype == b.dtype
                 assert torch.equal(a.nan_to_num(1234.5), b.nan_to_num(1234.5)), f"step {number}, part {place}"
+
+
+# Odd extents, so that everything is padded.
+MAKERS: dict[str, Callable[..., Any]] = {
+    "linear": lambda **options: octavo.LayerNormLinear(33, 50, **options),
+    "mlp": lambda **options: octavo.LayerNormMLP(33, 50, **{"activation": "swiglu", **options}),
+}
+# For a GPU.
+BIG: dict[str, Callable[..., Any]] = {
+    "linear": lambda **options: octavo.LayerNormLinear(512, 768, dtype=BF16, **options),
+    "mlp": lambda **options: octavo.LayerNormMLP(512, 768, dtype=BF16, **{"activation": "swiglu", **options}),
+}
+every_layer = pytest.mark.parametrize("kind", MAKERS)
+
+
+def steps(*shape: int, dtype: torch.dtype = torch.float32, number: int = 3) -> list[Tensor]:
+    """Inputs that grow, so that scales of the past saturate."""
+    return [(torch.randn(*shape) * 1.7**step).to(dtype) for step in range(number)]

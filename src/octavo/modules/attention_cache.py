@@ -77,7 +77,7 @@ def _with_lengths(attention: DotProductAttention, call: AttentionCall, held: Hel
     """The call, told of lengths where they differ."""
     if len(set(held.lengths)) == 1 and set(held.num_new) == {num_tokens}:
         return call
-    mask_type = call.get("attn_mask_type") or attention.attn_mask_type
+    mask_type = call.get("attn_mask_type") or attention.rules.mask_type
     padded = {"no_mask": "padding", "causal": "padding_causal", "causal_bottom_right": "padding_causal"}
     said = AttentionCall(**call)
     said["attn_mask_type"] = padded.get(mask_type, mask_type)

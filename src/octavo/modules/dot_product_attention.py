@@ -95,13 +95,12 @@ class DotProductAttention(nn.Module):
         check_groups(num_attention_heads, groups)
         check_format(qkv_format)
         check_probability("attention_dropout", attention_dropout)
-        mask_rules(attn_mask_type, window_size)
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
         self.key_channels, self.value_channels = (
             (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
         )
         self.attention_dropout, self.qkv_format = attention_dropout, qkv_format
-        self.attn_mask_type, self.window_size = attn_mask_type, window_size
+        self.window_size, self.rules = window_size, mask_rules(attn_mask_type, window_size)
         self.softmax_scale = self.key_channels**-0.5 if softmax_scale is None else softmax_scale
         self.fp8_attention = fp8_attention
 
@@ -172,9 +171,10 @@ class DotProductAttention(nn.Module):
         return attend_to_codes(*operands)
 
     def _setup(self, call: AttentionCall, after_cache: bool) -> Attention:
-        mask_type = call.get("attn_mask_type") or self.attn_mask_type
-        window = call.get("window_size")
-        rules = mask_rules(mask_type, self.window_size if window is None else window)
+        mask_type, window = call.get("attn_mask_type"), call.get("window_size")
+        rules = self.rules
+        if mask_type is not None or window is not None:
+            rules = mask_rules(mask_type or rules.mask_type, self.window_size if window is None else window)
         dropout = self.attention_dropout if self.training else 0.0
         return Attention(rules.after_cache() if after_cache else rules, self.softmax_scale, dropout)
 
@@ -223,7 +223,7 @@ class DotProductAttention(nn.Module):
     def extra_repr(self) -> str:
         """Heads and options."""
         shown = f"heads={self.num_attention_heads}, kv_heads={self.num_gqa_groups}, channels={self.key_channels}"
-        shown += f", {self.qkv_format}, {self.attn_mask_type}"
+        shown += f", {self.qkv_format}, {self.rules.mask_type}"
         shown += "" if self.window_size is None else f", window_size={self.window_size}"
         return shown + (", FP8 operands (emulated)" if self.fp8_attention else "")
 

@@ -3,6 +3,7 @@
 from octavo import compat, distributed, inference, inspection, recipes
 from octavo.conversion import ConversionReport, convert, state_dict, unconvert
 from octavo.formats import E4M3, E5M2, E8M0, Format, cast, finfo
+from octavo.functional import permute_tokens, unpermute_tokens
 from octavo.inference import calibrate
 from octavo.kernels.support import Support, is_supported
 from octavo.modules import (
@@ -14,10 +15,13 @@ from octavo.modules import (
     LayerNormMLP,
     Linear,
     MultiheadAttention,
+    Padding,
     PagedKVCache,
     RMSNorm,
     RotaryPositionEmbedding,
+    TopKRouter,
     TransformerLayer,
+    Unpadding,
 )
 from octavo.recipes import HYBRID
 from octavo.runtime import (
@@ -47,12 +51,15 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "MultiheadAttention",
+    "Padding",
     "PagedKVCache",
     "QuantizedTensor",
     "RMSNorm",
     "RotaryPositionEmbedding",
     "Support",
+    "TopKRouter",
     "TransformerLayer",
+    "Unpadding",
     "__version__",
     "autocast",
     "cached_weights",
@@ -69,11 +76,13 @@ __all__ = [
     "inspection",
     "is_supported",
     "make_graphed_callables",
+    "permute_tokens",
     "quantize",
     "quantized_init",
     "recipes",
     "scaled_mm",
     "state_dict",
     "unconvert",
+    "unpermute_tokens",
     "update_scales",
 ]

@@ -5,15 +5,21 @@ from octavo.functional.linear import linear, quantize_weight
 from octavo.functional.norm import normalise
 from octavo.functional.norm_linear import NormLinear, norm_linear
 from octavo.functional.norm_mlp import NormMLP, Parameters, norm_mlp
+from octavo.functional.permutation import permute_tokens, unpermute_tokens
+from octavo.functional.routing import Routing, route
 
 __all__ = [
     "NormLinear",
     "NormMLP",
     "Parameters",
+    "Routing",
     "activate",
     "linear",
     "norm_linear",
     "norm_mlp",
     "normalise",
+    "permute_tokens",
     "quantize_weight",
+    "route",
+    "unpermute_tokens",
 ]

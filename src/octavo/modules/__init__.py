@@ -1,6 +1,7 @@
 """Layers: parameters and state; what they compute stands in `octavo.functional`."""
 
 from octavo.modules.dot_product_attention import AttentionCall, DotProductAttention
+from octavo.modules.group_padding import Padding, Unpadding
 from octavo.modules.grouped_linear import GroupedLinear
 from octavo.modules.kv_cache import KVCache, PagedKVCache
 from octavo.modules.layernorm_linear import LayerNormLinear
@@ -10,6 +11,7 @@ from octavo.modules.mlp_part import MLPPart
 from octavo.modules.multihead_attention import MultiheadAttention
 from octavo.modules.norm import LayerNorm, RMSNorm
 from octavo.modules.rotary import RotaryPositionEmbedding
+from octavo.modules.router import TopKRouter
 from octavo.modules.transformer_layer import TransformerLayer
 
 __all__ = [
@@ -26,8 +28,11 @@ __all__ = [
     "MLPPart",
     "MultiheadAttention",
     "OUT_DTYPES",
+    "Padding",
     "PagedKVCache",
     "RMSNorm",
     "RotaryPositionEmbedding",
+    "TopKRouter",
     "TransformerLayer",
+    "Unpadding",
 ]

@@ -66,6 +66,16 @@ def test_multihead_attention(recipe: Recipe | None) -> None:
         assert kept == tokens * (2 * HIDDEN + 8 + HIDDEN + attention + A) + QKV + PROJ + 4 * 4
 
 
+@pytest.mark.parametrize("groups", [GROUPS, HEADS])
+def test_heads_that_are_turned_are_kept_once(groups: int) -> None:
+    layer = octavo.MultiheadAttention(HIDDEN, HEADS, None, groups, fuse_qkv_params=True, qkv_format="bshd")
+    layer.to(torch.bfloat16)
+    x, angles = bfloat16(BATCH, TOKENS, HIDDEN), octavo.RotaryPositionEmbedding(HIDDEN // HEADS)(TOKENS)
+    added = kept_bytes(lambda: layer(x, rotary_pos_emb=angles), layer) - kept_bytes(lambda: layer(x), layer)
+    # Cosines and sines, for queries and for keys.
+    assert added == 4 * 4 * TOKENS * HIDDEN // HEADS
+
+
 @pytest.mark.parametrize(
     ("recipe", "expected"),
     [

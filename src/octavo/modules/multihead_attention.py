@@ -163,6 +163,8 @@ class MultiheadAttention(nn.Module):
             q, k = self._normed_heads(q, k)
         if rotary_pos_emb is not None:
             q, k = self._turned_heads(q, k, rotary_pos_emb, kv_cache, call)
+            if self.q_norm is None:
+                v = _by_itself(v)
         if not self.qk_norm_before_rope:
             q, k = self._normed_heads(q, k)
         # 3. Attention.  -> [..., H D]
@@ -192,6 +194,9 @@ class MultiheadAttention(nn.Module):
         if self.interleaved:
             by_group = projected.unflatten(-1, (groups, queries + 2, channels))
             q, k, v = by_group.split(sizes, -2)
+            if queries > 1:
+                # The queries of a group lie apart from those of the next: they will be copied.
+                k, v = _by_itself(k), _by_itself(v)
             # [..., G, H / G, D] -> [..., H, D]
             return q.flatten(-3, -2), k.squeeze(-2), v.squeeze(-2)
         heads = projected.unflatten(-1, (groups * (queries + 2), channels))
@@ -225,6 +230,11 @@ def _projection(
     if norm is None:
         return SplitLinear(num_in, rows, bias, **more)
     return LayerNormSplitLinear(num_in, rows, bias, **norm, **more)
+
+
+def _by_itself(part: Tensor) -> Tensor:
+    """A part of what a product made, so that attention need not keep all of that for the backward."""
+    return part.contiguous() if part.requires_grad else part
 
 
 def _micro_batch(cached_weight: CachedWeight | None) -> dict[str, CachedWeight]:

@@ -14,13 +14,12 @@ import pytest
 import torch
 from tests.kernels.interpreting import compiled_only, exact_conversions, interpreted, run_interpreted, silent
 from tests.kernels.matrices import memory_orders, with_specials
-from tests.kernels.sources import given
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from octavo.formats import E4M3, E5M2
-from octavo.kernels import amax_by_row_and_column, cast_transpose, partial_amax
+from octavo.formats import E4M3, E5M2, Format
+from octavo.kernels import ScaleRule, amax_by_row_and_column, cast_transpose, partial_amax
 from octavo.kernels.amax import amax_by_row_and_column_reference, amax_reference
 from octavo.kernels.cast_transpose import cast_transpose_reference
 from octavo.kernels.launcher import Prepared
@@ -72,26 +71,33 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 @interpreted
 @silent
-def test_calls_in_turn_take_what_was_prepared_for_their_like(
-    as_on_a_gpu: Callable[[bool], None],
-) -> None:
-    """Twice over: the second time everything is prepared, and nothing of one call serves another."""
-    cases = [
-        (view, kind, format, sums)
-        for shape, dtype in (((17, 31), torch.bfloat16), ((17, 31), torch.float32), ((16, 32), torch.bfloat16))
-        for _, view in memory_orders(matrix(shape, dtype))
-        for kind, format, sums in (("shared", E4M3, False), ("row and column", E5M2, True), ("shared", E5M2, True))
-    ]
-    first: list[Any] = []
+def test_calls_in_turn_take_what_was_prepared_for_their_like(as_on_a_gpu: Callable[[bool], None]) -> None:
+    """Each differs from the first in one thing alone. Twice over: the second time everything is prepared."""
+    x, one, two = matrix((17, 31), torch.bfloat16), torch.tensor(0.5), torch.tensor(3.0)
+    row, column = torch.rand(17, 1) + 0.5, torch.rand(1, 31) + 0.5
+    plain: dict[str, Any] = {"rule": None, "gathers": True, "inf_to_nan": False, "column_sum": False}
+    cases: list[tuple[Tensor, Format, Tensor | None, Tensor | None, dict[str, Any]]] = [(x, E4M3, one, one, {})]
+    views = x[:9], x[:, :9], x.float(), x.t().contiguous().t(), torch.cat([x, x], 1)[:, :31], x.double()
+    cases += [(view, E4M3, one, one, {}) for view in views]
+    cases += [(x, E5M2, one, one, {}), (x, E4M3, one, None, {}), (x, E4M3, None, one, {}), (x, E4M3, one, two, {})]
+    cases += [(x, E4M3, row, one, {}), (x, E4M3, one, column, {}), (x, E4M3, torch.rand(17, 2)[:, :1] + 1, one, {})]
+    cases += [(x, E4M3, one, one, {name: not plain[name]}) for name in ("gathers", "inf_to_nan", "column_sum")]
+    cases += [(x, E4M3, one, one, {"rule": rule}) for rule in (ScaleRule(), ScaleRule(power_of_two=True))]
+    first: list[Tensor | None] = []
     for round in range(2):
-        for number, (x, kind, format, sums) in enumerate(cases):
-            pair, gathered, expected = given(kind, x), torch.zeros(()), torch.zeros(())
-            found = cast_transpose(x, format, *pair, gathered=gathered, inf_to_nan=sums, column_sum=sums)
-            wanted = cast_transpose_reference(x, format, *pair, None, expected, sums, False)
+        for number, (matrix_, format, rowwise, columnwise, changed) in enumerate(cases):
+            rule, gathers, inf_to_nan, sums = (plain | changed).values()
+            gathered, expected = (torch.zeros(()) if gathers else None for _ in range(2))
+            found = cast_transpose(
+                matrix_, format, rowwise, columnwise,
+                rule=rule, gathered=gathered, inf_to_nan=inf_to_nan, column_sum=sums,
+            )  # fmt: skip
+            wanted = cast_transpose_reference(matrix_, format, rowwise, columnwise, rule, expected, inf_to_nan)
             assert_same((*found[:4], gathered), (*wanted[:4], expected))
-            assert (found.column_sum is None) != sums
+            assert (found.column_sum is not None) == sums
             first.append(found.codes)
-            assert round == 0 or first[number].data_ptr() != found.codes.data_ptr(), "each call has codes of its own"
+            before = first[number]
+            assert round == 0 or before is None or before is not found.codes, "each call has codes of its own"
 
 
 @interpreted

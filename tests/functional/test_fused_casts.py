@@ -11,10 +11,12 @@ from torch import Tensor
 
 import octavo
 from octavo.functional import fused_casts
-from octavo.functional.fused_casts import cast_activated, cast_normalised, repeating
+from octavo.functional.fused_casts import cast_activated, cast_activation_gradient, cast_normalised, repeating
+from octavo.functional.products import Needs
 from octavo.kernels.activation_cast import activation_output
 from octavo.kernels.norm_cast import Norm, norm_output
 from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling, StaticScaling
+from octavo.runtime import Call, LayerState, plan_linear
 from octavo.tensor import DelayedQuantizer, Operand, OperandState, Quantizer
 
 BF16 = torch.bfloat16
@@ -130,3 +132,18 @@ def test_a_repetition_takes_the_same_scale_and_gathers_nothing(name: str) -> Non
     assert torch.equal(first.codes.view(torch.uint8), again.codes.view(torch.uint8))
     assert torch.equal(first.scale, again.scale)
     assert quantizer.state.gathered.item() == 0.0
+
+
+@pytest.mark.parametrize("from_data", [False, True])
+def test_a_gradient_that_the_activation_makes_infinite_is_nan_for_a_loss_scaler(from_data: bool) -> None:
+    """Finite before, beyond fp16 after: what a separate backward would have handed on is inf."""
+    recipe = DelayedScaling()
+    plan = plan_linear(Call(recipe, False, from_data=(False, False, from_data)), LayerState(), "")
+    z = torch.cat([torch.ones(2, 3), torch.full((2, 3), 10.0)], dim=1).half()
+    da = torch.tensor([[60000.0, 1.0, 2.0], [3.0, 4.0, 5.0]]).half()
+    made = cast_activation_gradient(da, z, "reglu", plan, torch.float16, Needs(True, True, True))
+    codes = made.codes.codes.float()[:2, :6]
+    assert bool(codes[0, 0].isnan())
+    assert int(codes.isnan().sum()) == 1
+    assert bool(made.codes.codes_t.float()[0, 0].isnan())
+    assert bool(made.codes.column_sum.isinf()[0])

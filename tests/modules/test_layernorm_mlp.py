@@ -17,6 +17,7 @@ from octavo.functional.reference import norm_mlp_reference
 from octavo.kernels.activations import GATED
 from octavo.modules.layernorm_mlp import ACTIVATIONS
 from octavo.recipes import CurrentScaling, DelayedScaling
+from octavo.recipes.recipe import OPERANDS
 
 BF16 = torch.bfloat16
 NAMES_OF_TE = ("gelu", "geglu", "glu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu")
@@ -182,6 +183,54 @@ def test_one_linear_part_in_high_precision(inner: str, checkpoint: bool, off: st
                 y.square().sum().backward()
         outcomes.append([*(leaf.grad for leaf in leaves), *(p.grad for p in model.parameters()), *state_of(model)])
     assert same(*outcomes)
+
+
+@pytest.mark.parametrize("off", ["fc1", "fc2", "neither"])
+def test_torchs_own_checkpoint_around_the_recomputation(off: str) -> None:
+    """What a part notes of its forward is there for a recompute from outside, whoever computes it again inside."""
+    recipe = DelayedScaling(amax_history_len=4, overrides={rf"{off}$": None})
+    plain = mlp()
+    plain.layer_name = "mlp"
+    other = twin(plain, checkpoint=True)
+
+    class Around(nn.Module):
+        """What follows keeps its input, so that all of the layer's forward is run again."""
+
+        def __init__(self, inner: nn.Module, checkpointed: bool) -> None:
+            super().__init__()
+            self.inner, self.checkpointed = inner, checkpointed
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.checkpointed:
+                return torch.utils.checkpoint.checkpoint(self.whole, x, use_reentrant=False)
+            return self.whole(x)
+
+        def whole(self, x: Tensor) -> Tensor:
+            return self.inner(x).tanh().sin()
+
+    plain_model, around = Around(plain, False), Around(other, True)
+    for step in range(3):
+        x = torch.randn(9, 33) * 3.0**step
+        assert same(run(plain_model, recipe, x), run(around, recipe, x))
+
+
+def test_a_watched_layer_is_told_of_each_cast_once_though_it_would_compute_again() -> None:
+    plain = mlp()
+    other, casts = twin(plain, checkpoint=True), []
+    for part in (other.fc1, other.fc2):
+
+        def observer(operand: str, quantizer: Any, part: Any = part) -> Any:
+            def watched(x: Tensor, *wanted: bool) -> Any:
+                casts.append((part.prefix, operand))
+                return quantizer(x, *wanted)
+
+            return watched
+
+        part.observer = observer
+    for step in range(3):
+        x = torch.randn(9, 33) * 2.0**step
+        assert same(run(plain, RECIPES["delayed"], x), run(other, RECIPES["delayed"], x))
+    assert sorted(casts) == sorted(3 * [(part, o) for part in ("fc1", "fc2") for o in OPERANDS])
 
 
 def kept_bytes(layer: nn.Module, recipe: Any, tokens: int = 64) -> int:

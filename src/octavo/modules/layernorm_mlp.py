@@ -228,7 +228,9 @@ class LayerNormMLP(NormalisedInput):
         """As `_composed`; all of it is computed again in the backward, with the same scales."""
         # Of this forward alone: what a layer notes is overwritten by the next one.
         first = [call if call.used is None else call._replace(used=UsedScales()) for call in calls]
-        again = [call._replace(gather=False, used=None, repeats=call.used) for call in first]
+        again = [
+            call if call.used is None else call._replace(gather=False, used=None, repeats=call.used) for call in first
+        ]
 
         def run(x: Tensor) -> tuple[Tensor, Tensor | None]:
             return self._composed(x, again if in_backward() else first, cached_weight)

@@ -301,6 +301,55 @@ def test_a_model_compiled_layer_by_layer_is_one_graph() -> None:
     assert len(compiled) == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"window_size": (4, 0)}, {"qk_norm_type": "RMSNorm"}])
+def test_lengths_share_a_graph(options: dict[str, Any]) -> None:
+    """One graph for the first length, one for all others; angles are made in it."""
+    torch._dynamo.reset()
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    layer, rotary = layer_of(**options), octavo.RotaryPositionEmbedding(HIDDEN // HEADS)
+
+    def forward(x: Tensor) -> Tensor:
+        y: Tensor = layer(x, rotary_pos_emb=rotary(x.shape[0]))
+        return y
+
+    fast = torch.compile(forward, fullgraph=True, backend=backend)
+    with torch.no_grad(), octavo.autocast(recipe=CurrentScaling()):
+        for tokens in (12, 13, 20, 31, 7):
+            x, _ = data(tokens)
+            assert torch.equal(fast(x), forward(x))
+    assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("recipe", [None, DelayedScaling(), *(entry[0] for entry in RECIPES.values())])
+@pytest.mark.parametrize("shape", [(0, 2), (3, 0), (1, 1), (7, 1)])
+def test_any_number_of_tokens(shape: tuple[int, int], recipe: Recipe | None) -> None:
+    layer, x, dy = layer_of(), torch.randn(*shape, HIDDEN), torch.randn(*shape, HIDDEN)
+    with octavo.autocast(enabled=recipe is not None, recipe=recipe):
+        values = run(layer, x, dy)
+    if x.numel():
+        references = exact(layer, x, dy)
+        # Few tokens average less; the errors of all recipes together are below a tenth.
+        assert relative_error(references[0], values[0]) < 0.1
+        assert relative_error(references[1], values[1]) < 0.1
+        return
+    assert values[0].shape == values[1].shape == x.shape
+    for gradient in values[2:]:
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("kind", ["L2Normalization", "LayerNorm"])
+def test_gradients_in_float64_are_those_of_finite_differences(kind: str) -> None:
+    layer = layer_of(qk_norm_type=kind, rotary_pos_interleaved=True).double()
+    angles = octavo.RotaryPositionEmbedding(HIDDEN // HEADS, interleaved=True)(3)
+    x = torch.randn(3, 1, HIDDEN, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda x: layer(x, rotary_pos_emb=angles), (x,), fast_mode=True)
+
+
 def test_micro_batches_sum_their_gradients() -> None:
     layer, (x, dy) = layer_of(), data(batch=8)
     whole = run(layer, x, dy)[2:]

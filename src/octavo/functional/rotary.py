@@ -7,7 +7,7 @@ The first R features of a head are turned, the others stay. A pair is features i
 2i + 1. To go beyond the length that a model was trained on: "linear" divides every angle by the factor (Chen et al.,
 2023); "ntk" widens the base instead, base * factor^(R / (R - 2)), which leaves the fastest angles alone; "llama3"
 divides the slow angles, leaves the fast ones, and goes from one to the other between two wavelengths. Angles, sines
-and the turning itself are float32; the result has the dtype of what was turned.
+and the turning itself are float32, of float64 features float64; the result has the dtype of what was turned.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ def apply_rotary(x: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor
             f"rotary angles are for {turned} features, heads have {x.shape[-1]}: give an even number of at most those,"
             " RotaryPositionEmbedding(head features, rotary_percent=...)"
         )
-    part = x[..., :turned].float()
-    angles = angles.float()
+    part = x[..., :turned]
+    part = part if x.dtype is torch.float64 else part.float()
+    angles = angles.to(part.dtype)
     out = (part * angles.cos() + _partners(part, interleaved) * angles.sin()).to(x.dtype)
     return out if turned == x.shape[-1] else torch.cat((out, x[..., turned:]), -1)
 

@@ -36,7 +36,7 @@ class L2Normalization(nn.Module):
         Args:
             x: [..., D].
         """
-        wide = x.float()
+        wide = x if x.dtype is torch.float64 else x.float()
         return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
 
     def extra_repr(self) -> str:

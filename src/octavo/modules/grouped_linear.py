@@ -18,12 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from octavo.functional.grouped_linear import GroupedCall, bounds_of, grouped_linear, grouped_linear_apart
+from octavo.functional.grouped_on_device import DeviceCall, grouped_linear_on_device, unsupported_reasons
 from octavo.kernels import amax
 from octavo.modules.layernorm_linear import check_cached_weight, check_input, fp8_dtype, reset_linear
 from octavo.modules.linear import CachedWeight, FP8LinearMixin, quantize_parameter
 from octavo.recipes import Recipe
 from octavo.runtime import Call, LinearPlan, layer_call, plan_linear
 from octavo.runtime.autocast import in_backward
+
+_REMEDY = ". Give m_splits as a list (which waits for the device, if it comes from there)"
 
 
 class Expert(FP8LinearMixin):
@@ -181,7 +184,10 @@ class GroupedLinear(nn.Module):
         check_input(x, self.in_features)
         tokens = x.shape[:-1].numel()
         rows = x if x.dim() == 2 else x.reshape(tokens, self.in_features)
-        y = self._by_group(rows, self._checked(m_splits, tokens), cached_weight)
+        if isinstance(m_splits, Tensor) and (m_splits.is_cuda or torch.compiler.is_compiling()):
+            y = self._on_device(rows, m_splits, cached_weight)
+        else:
+            y = self._by_group(rows, self._checked(m_splits, tokens), cached_weight)
         return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def _checked(self, m_splits: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
@@ -226,6 +232,38 @@ class GroupedLinear(nn.Module):
             for part, weight, plan in zip(self.parts, weights, chosen, strict=True)
         )
         return grouped_linear(x, weights, biases, GroupedCall(splits, chosen, dtype, cached))
+
+    def _on_device(self, x: Tensor, m_splits: Tensor, cached_weight: CachedWeight | None) -> Tensor:
+        """Only the device knows the sizes."""
+        if m_splits.shape != (self.num_gemms,) or m_splits.is_floating_point() or m_splits.device != x.device:
+            raise ValueError(
+                f"m_splits is {m_splits.dtype} of shape {tuple(m_splits.shape)} on {m_splits.device}: expected integers"
+                f" [{self.num_gemms}] on {x.device}"
+            )
+        calls = [layer_call(part.delayed_state, part.recipe, part.layer_name) for part in self.parts]
+        recipe = calls[0].recipe
+        if any(call.recipe is not recipe for call in calls):
+            raise ValueError(f"m_splits is on {x.device} and the recipe differs between experts{_REMEDY}")
+        weights, plans = self.weights, None
+        if recipe is not None:
+            plans = tuple(
+                part.planned(call, weight) for part, call, weight in zip(self.parts, calls, weights, strict=True)
+            )
+        elif any(call.gather for call in calls):
+            raise ValueError(f"m_splits is on {x.device}, and amaxes are being calibrated{_REMEDY}")
+        dtype = fp8_dtype(x)
+        reasons = unsupported_reasons(x.device, dtype, None if plans is None else plans[0], torch.is_grad_enabled())
+        if reasons:
+            raise ValueError(
+                f"m_splits is on {x.device}, and there is no grouped product for {'; '.join(reasons)}{_REMEDY}"
+            )
+        cached: tuple[Any, ...] = (None,) * self.num_gemms
+        if plans is not None:
+            cached = tuple(
+                part.kept_operand(weight, plan, cached_weight)
+                for part, weight, plan in zip(self.parts, weights, plans, strict=True)
+            )
+        return grouped_linear_on_device(x, m_splits, weights, self.biases, DeviceCall(plans, dtype, cached))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -146,10 +146,11 @@ def test_compiled_packed_queries_and_keys_of_different_lengths(mask_type: str) -
         assert relative_error(one, other) < chained(D, 4)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("mask_type", ["no_mask", "causal", "padding_causal", "arbitrary"])
-def test_compiled_without_a_break(mask_type: str) -> None:
+def test_compiled_without_a_break(mask_type: str, fp8: bool) -> None:
     qkv, dy = operands(3, 9), torch.randn(3, 9, H * D)
-    layer = DotProductAttention(H, D, G, qkv_format="bshd", attn_mask_type=mask_type)
+    layer = DotProductAttention(H, D, G, qkv_format="bshd", attn_mask_type=mask_type, fp8_attention=fp8)
     call: dict[str, Any] = {}
     if mask_type == "padding_causal":
         call["attention_mask"] = torch.arange(9) >= torch.tensor([9, 4, 2])[:, None]

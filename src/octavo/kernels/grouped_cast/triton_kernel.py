@@ -10,6 +10,8 @@ multiplier of a group and column is read for 16 places together, and an amax of 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,7 @@ from octavo.kernels.tile import with_contiguous_rows
 
 PLACES = 64
 COLUMNS = 128
+WARPS = 8
 
 
 @triton.jit
@@ -123,28 +126,11 @@ def grouped_cast_triton(
     if by_column is not None:
         codes_t = torch.empty((wide, places), dtype=format.dtype, device=x.device)
         strides = by_column.stride(0), by_column.stride(1) if by_column.shape[1] > 1 else 0
+    tensors = (x, codes, codes_t, by_row, by_column, groups.source, groups.owner)
+    numbers = (places, columns, wide, x.stride(0), *strides)
+    flags = (codes is not None, codes_t is not None, inf_to_nan, CODE_DTYPES[format.name], INTERPRETED)
     grid = (triton.cdiv(places, PLACES), triton.cdiv(wide, COLUMNS))
-    grouped_cast_kernel[grid](
-        x,
-        codes,
-        codes_t,
-        by_row,
-        by_column,
-        groups.source,
-        groups.owner,
-        places,
-        columns,
-        wide,
-        x.stride(0),
-        *strides,
-        codes is not None,
-        codes_t is not None,
-        inf_to_nan,
-        CODE_DTYPES[format.name],
-        INTERPRETED,
-        PLACES,
-        COLUMNS,
-    )
+    _launch(grouped_cast_kernel, grid, tensors, numbers, (*flags, PLACES, COLUMNS))
     return codes, codes_t
 
 
@@ -155,5 +141,10 @@ def column_amax_triton(x: Tensor, groups: Groups) -> Tensor:
     largest = torch.zeros((groups.ends.shape[0], columns), dtype=torch.float32, device=x.device)
     tiles = PLACES // ALIGNMENT
     grid = (triton.cdiv(places, PLACES), triton.cdiv(columns, COLUMNS))
-    column_amax_kernel[grid](x, largest, groups.source, groups.owner, places, columns, x.stride(0), tiles, COLUMNS)
+    tensors = (x, largest, groups.source, groups.owner)
+    _launch(column_amax_kernel, grid, tensors, (places, columns, x.stride(0)), (tiles, COLUMNS))
     return largest
+
+
+def _launch(kernel: Any, grid: tuple[int, int], tensors: Any, numbers: tuple[int, ...], constants: Any) -> None:
+    kernel[grid](*tensors, *numbers, *constants, num_warps=WARPS)

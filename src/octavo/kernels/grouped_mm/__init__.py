@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.block_cast.layout import has_blocks
-from octavo.kernels.layout import SCALE_ALIGNMENT
+from octavo.kernels.layout import ALIGNMENT, SCALE_ALIGNMENT
 from octavo.kernels.scaled_mm import Accumulation, runs_natively, scaled_mm
 
 # a [m', K'] and b [N', K'], their scales, and a bias [N'] or None: what `octavo.kernels.scaled_mm` takes.
@@ -38,7 +38,7 @@ def scaled_mm_by_group(
         accumulate: how each sums.
     """
     if torch.compiler.is_compiling() or not all(
-        _writes(product, columns, out_dtype) for product, rows in zip(products, splits, strict=True) if rows
+        _writes(product, rows, columns, out_dtype) for product, rows in zip(products, splits, strict=True) if rows
     ):
         parts = []
         for (a, b, scale_a, scale_b, bias), rows, how in zip(products, splits, accumulate, strict=True):
@@ -57,14 +57,14 @@ def scaled_mm_by_group(
     return out
 
 
-def _writes(product: Product, columns: int, out_dtype: torch.dtype) -> bool:
+def _writes(product: Product, rows: int, columns: int, out_dtype: torch.dtype) -> bool:
     """True if the library writes this product where it is told to, exactly as `scaled_mm` would give it."""
     a, b, scale_a, scale_b, bias = product
     if not runs_natively(a, b, scale_a) or b.shape[0] != columns or has_blocks(scale_a, a.shape[0]):
         return False
     if scale_b.dim():
-        # Row-wise products write bfloat16, without a bias.
-        return out_dtype == torch.bfloat16 and bias is None
+        # Row-wise products write bfloat16, without a bias. Of rows that are no multiple of 16 they were not seen.
+        return out_dtype == torch.bfloat16 and bias is None and rows % ALIGNMENT == 0
     return bias is None or (out_dtype != torch.float32 and bias.dtype == out_dtype)
 
 

@@ -31,6 +31,9 @@ def flash(
     parts = []
     for b in range(len(ends[0]) - 1):
         (q0, q1), (k0, k1) = ends[0][b : b + 2].tolist(), ends[1][b : b + 2].tolist()
+        if q0 == q1 or k0 == k1:
+            parts.append(q.new_zeros(q1 - q0, *q.shape[1:]))
+            continue
         own = [x[a:e].transpose(0, 1)[None] for x, a, e in ((q, q0, q1), (k, k0, k1), (v, k0, k1))]
         allowed = allowed_pairs("no_mask", window, (1, q1 - q0, k1 - k0))
         parts.append(attention_steps(*own, allowed, scale=scale)[0][0].transpose(0, 1).to(q.dtype))
@@ -111,6 +114,76 @@ def test_a_padded_batch_is_packed_for_varlen_with_one_list_of_lengths(monkeypatc
         assert packing.cu_q.tolist() == packing.cu_kv.tolist() == [0, 6, 8, 8]
         assert packing.cu_q.dtype is torch.int32
         assert (packing.max_q, packing.max_kv) == (6, 6)
+
+
+class _LikeFlash(torch.autograd.Function):
+    """Writes nothing where there is no sequence, neither results nor gradients: what lay there before is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_kv: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(q, k, v, cu_q, cu_kv)
+        ctx.scale = scale
+        return _LikeFlash.inside(q, k, v, cu_q, cu_kv, scale)
+
+    @staticmethod
+    def inside(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_kv: Tensor, scale: float) -> Tensor:
+        out = flash(q, k, v, (cu_q, cu_kv), (-1, 0), scale)
+        return torch.cat((out, torch.full((q.shape[0] - out.shape[0], *out.shape[1:]), torch.nan)))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        *operands, cu_q, cu_kv = ctx.saved_tensors
+        leaves = [x.detach().requires_grad_() for x in operands]
+        with torch.enable_grad():
+            out = flash(leaves[0], leaves[1], leaves[2], (cu_q, cu_kv), (-1, 0), ctx.scale)
+        out.backward(dy[: out.shape[0]])
+        gradients = []
+        for leaf, cu in zip(leaves, (cu_q, cu_kv, cu_kv), strict=True):
+            gradient = leaf.grad
+            assert gradient is not None
+            gradient[int(cu[-1]) :] = torch.nan
+            gradients.append(gradient)
+        return *gradients, None, None, None
+
+
+def like_flash(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+    scale: float, window_size: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    assert window_size == (-1, 0)
+    out: Tensor = _LikeFlash.apply(query, key, value, cu_seq_q, cu_seq_k, scale)
+    return out
+
+
+def gradients_of(attend: Any, operands: list[Tensor], dy: Tensor) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in operands]
+    out = attend(*leaves)
+    out.backward(dy)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]  # type: ignore[misc]
+
+
+def test_nothing_that_flash_leaves_unwritten_gets_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A padded batch and a packed one with tokens behind the last sequence, through flash and through the loop."""
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", like_flash)
+    monkeypatch.setattr(attention_packed, "_FOUND", [])
+    setup = Attention(mask_rules("padding_causal"), 0.3)
+    real = torch.arange(6) < torch.tensor([4, 0, 6])[:, None]
+    valid, packing = Valid(real, real), Packing(ends := sums([4, 5]), ends)
+    batch, tokens = ([torch.randn(*lead, D) for lead in leads] for leads in (
+        ((3, H, 6), (3, G, 6), (3, G, 6)), ((11, H), (11, G), (11, G))
+    ))  # fmt: skip
+    padded = lambda q, k, v: attention_packed.padded_attention(q, k, v, setup, valid)  # noqa: E731
+    packed = lambda q, k, v: packed_attention(q, k, v, setup, packing)  # noqa: E731
+    gone = ~real[:, None, :, None], torch.arange(11)[:, None, None] >= 9
+    for attend, operands, nobody in zip((padded, packed), (batch, tokens), gone, strict=True):
+        dy = torch.randn(*operands[0].shape)
+        by_loop = gradients_of(attend, operands, dy)
+        with monkeypatch.context() as patched:
+            patched.setattr(attention_packed, "_varlen_reasons", lambda *_: [])
+            by_flash = gradients_of(attend, operands, dy)
+        for one, other in zip(by_loop, by_flash, strict=True):
+            assert relative_error(one, other) < chained(D, 4)
+            assert not other.masked_select(nobody).any()
 
 
 REASONS: list[tuple[dict[str, Any], str]] = [

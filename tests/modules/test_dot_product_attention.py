@@ -256,9 +256,11 @@ def test_the_layer_says_how_it_computes() -> None:
     windowed = DotProductAttention(H, D, G, window_size=(2, 0), fp8_attention=True)
     assert windowed.way(q, k, v).endswith("with a mask tensor (cpu: varlen_attn is for CUDA), FP8 operands emulated")
     padded = DotProductAttention(H, D, G, attn_mask_type="padding")
-    assert padded.way(q, k, v) == "packed first, a loop over sequences (cpu: varlen_attn is for CUDA)"
+    mask = torch.zeros(5, 33, dtype=torch.bool)
+    said = padded.way(q, k, v, attention_mask=mask)
+    assert said == "packed first, a loop over sequences (cpu: varlen_attn is for CUDA)"
     bias = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(1, 1, 33, 33)}
-    assert padded.way(q, k, v, **bias).endswith("with a mask tensor (a bias of each position)")
+    assert padded.way(q, k, v, attention_mask=mask, **bias).endswith("with a mask tensor (a bias of each position)")
     thd = DotProductAttention(H, D, G, qkv_format="thd")
     assert thd.way(q[:, 0], k[:, 0], v[:, 0], cu_seqlens_q=sums([33])).startswith("a loop over sequences (cpu")
 
@@ -337,3 +339,22 @@ def test_on_a_gpu_a_window_needs_no_mask_tensor(mask_type: str, tokens: int) -> 
     for one, other in zip(exact, run(layer, qkv, dy), strict=True):
         # As above.
         assert relative_error(one, other) < 8 * 2.0**-9
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_padded_batch_is_packed_without_waiting_for_the_device() -> None:
+    lengths = [300, 1, 128]
+    layer = DotProductAttention(8, 64, 2, qkv_format="bshd", attn_mask_type="padding_causal")
+    qkv = [torch.randn(3, 300, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (8, 2, 2)]
+    mask = torch.arange(300, device="cuda") >= torch.tensor(lengths, device="cuda")[:, None]
+    dy = torch.randn(3, 300, 8 * 64, dtype=torch.bfloat16, device="cuda")
+    assert layer.way(*qkv, attention_mask=mask) == "packed first, varlen_attn"
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        on_gpu = run(layer, qkv, dy, attention_mask=mask)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    exact = run(layer, [x.double().cpu() for x in qkv], dy.double().cpu(), attention_mask=mask.cpu())
+    for one, other in zip(exact, on_gpu, strict=True):
+        assert relative_error(one, other) < 8 * 2.0**-9
+        assert not other[mask].any()

@@ -13,8 +13,8 @@ three ways, and `packed_way` says which and why:
 Tokens before the first and behind the last sequence are padding: they give zeros.
 
 A padded batch is packed first and unpacked then, so that it gives the very bits of its sequences without padding;
-`keeps_padding` says when that cannot be: it asks the device for the lengths, which compiled code and CUDA graphs may
-not, and a bias of each position would have to be packed as well. One mask does it there, to rounding.
+`keeps_padding` says when that cannot be: "loop" asks the device for the lengths, which compiled code and CUDA graphs
+may not, and a bias of each position would have to be packed as well. One mask does it there, to rounding.
 
 A batch without padding goes the usual way, see `octavo.functional.attention`; where that would make a mask tensor for
 a window, "varlen" does without.
@@ -85,7 +85,7 @@ def unpadded_attention(q: Tensor, k: Tensor, v: Tensor, setup: Attention, extras
         return attention(q, k, v, setup, None, extras)
     # A window, or causal at the bottom right, without a mask tensor: flash knows both, of packed sequences.
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
-    out = _varlen(packed[0], packed[1], packed[2], setup, _even_packing(q, k))
+    out = _varlen(packed[0], packed[1], packed[2], setup, _even_packing(q, k), full=True)
     unpacked: Tensor = out.unflatten(0, (q.shape[0], q.shape[2]))
     return unpacked.transpose(1, 2)
 
@@ -116,34 +116,48 @@ def padded_attention(
         valid: which positions hold tokens.
         extras: mask, bias, slopes.
     """
-    if keeps_padding(q, extras):
+    same = valid.queries is valid.keys
+    if keeps_padding(q, v, setup, same, extras):
         return attention(q, k, v, setup, valid, extras)
     # 1. Tokens one after the other.  [B, H, S, D] -> [T, H, D]
-    of_queries, of_keys = (real.flatten().nonzero()[:, 0] for real in valid)
-    packed = [x.transpose(1, 2).flatten(0, 1)[where] for x, where in ((q, of_queries), (k, of_keys), (v, of_keys))]
+    by_flash = not _varlen_reasons(q, v, setup, same, extras.slopes)
+    of_queries = _places_of_tokens(valid.queries, by_flash)
+    of_keys = of_queries if same else _places_of_tokens(valid.keys, by_flash)
+    places = (q, of_queries), (k, of_keys), (v, of_keys)
+    packed = [x.transpose(1, 2).flatten(0, 1).index_select(0, where) for x, where in places]
     cu_q = _sums(valid.queries)
-    packing = Packing(cu_q, cu_q if valid.queries is valid.keys else _sums(valid.keys), q.shape[2], k.shape[2])
+    packing = Packing(cu_q, cu_q if same else _sums(valid.keys), q.shape[2], k.shape[2])
     # 2. Attention.  [T, H, Dv]
     out = packed_attention(packed[0], packed[1], packed[2], setup, packing, extras.slopes)
     # 3. Back to their places.  [B, H, Sq, Dv]
-    places = out.new_zeros(q.shape[0] * q.shape[2], *out.shape[1:]).index_copy(0, of_queries, out)
-    unpacked: Tensor = places.unflatten(0, (q.shape[0], q.shape[2]))
+    spread = out.new_zeros(q.shape[0] * q.shape[2], *out.shape[1:]).index_copy(0, of_queries, out)
+    unpacked: Tensor = spread.unflatten(0, (q.shape[0], q.shape[2]))
     return unpacked.transpose(1, 2)
+
+
+def _places_of_tokens(real: Tensor, padding_too: bool) -> Tensor:
+    """[T] places in the batch of its tokens, in order; on request those of padding behind them.
+
+    How many tokens there are only the device knows; with the padding nobody has to ask.
+    """
+    return (~real).flatten().int().argsort(stable=True) if padding_too else real.flatten().nonzero()[:, 0]
 
 
 def _sums(real: Tensor) -> Tensor:
     return torch.nn.functional.pad(real.sum(-1).cumsum(0), (1, 0)).int()
 
 
-def keeps_padding(q: Tensor, extras: Extras) -> list[str]:
+def keeps_padding(q: Tensor, v: Tensor, setup: Attention, same_lengths: bool, extras: Extras) -> list[str]:
     """Why a padded batch is not packed; empty if it is."""
     reasons = []
-    if _may_not_ask(q):
-        reasons.append("compiled code and CUDA graphs may not ask for lengths")
     if extras.bias is not None:
         reasons.append("a bias of each position")
     if extras.slopes is not None and extras.slopes.dim() > 1:
         reasons.append("ALiBi slopes of each sequence")
+    if _may_not_ask(q):
+        slower = _varlen_reasons(q, v, setup, same_lengths, extras.slopes)
+        if slower:
+            reasons += ["compiled code and CUDA graphs may not ask for lengths", *slower]
     return reasons
 
 
@@ -204,7 +218,27 @@ def _varlen_arguments() -> tuple[str, ...]:
 _varlen_arguments._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, setup: Attention, packing: Packing) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, setup: Attention, packing: Packing, full: bool = False) -> Tensor:
+    """`full`: there are no tokens behind the last sequence."""
+    if full:
+        return _by_flash(q, k, v, setup, packing)
+    # Flash writes nothing at tokens that belong to no sequence, neither of results nor of gradients.
+    inside_q = _inside(packing.cu_q, q.shape[0])
+    inside_kv = inside_q if packing.cu_kv is packing.cu_q else _inside(packing.cu_kv, k.shape[0])
+    nothing = torch.zeros((), dtype=q.dtype, device=q.device)
+    q = torch.where(inside_q, q, nothing)
+    k, v = torch.where(inside_kv, k, nothing), torch.where(inside_kv, v, nothing)
+    out = _by_flash(q, k, v, setup, packing)
+    return torch.where(inside_q, out, nothing.to(out.dtype))
+
+
+def _inside(cu: Tensor, tokens: int) -> Tensor:
+    """[T, 1, 1] bool: the token belongs to a sequence."""
+    token = torch.arange(tokens, device=cu.device)
+    return ((token >= cu[0]) & (token < cu[-1]))[:, None, None]
+
+
+def _by_flash(q: Tensor, k: Tensor, v: Tensor, setup: Attention, packing: Packing) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     accepted, more = _varlen_arguments(), dict[str, Any]()

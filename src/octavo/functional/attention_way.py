@@ -18,7 +18,13 @@ _NAMES = {"varlen": "varlen_attn", "loop": "a loop over sequences", "blocks": "o
 
 
 def attention_way(
-    q: Tensor, k: Tensor, v: Tensor, setup: Attention, extras: Extras, packing: Packing | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    setup: Attention,
+    extras: Extras,
+    packing: Packing | None = None,
+    same_lengths: bool = True,
 ) -> str:
     """Which function computes it, and why no faster one does.
 
@@ -26,16 +32,18 @@ def attention_way(
         q, k, v: [B, H, Sq, D] and so on; packed ones, with their packing, [T, H, D].
         setup, extras: of the call.
         packing: of packed sequences.
+        same_lengths: of padded ones, queries and keys have the same.
     """
     if packing is not None:
         return _said(packed_way(q, v, setup, packing, extras.slopes))
     usual = f"scaled_dot_product_attention, by the kernel that torch has on {q.device.type}"
     if setup.rules.padded:
-        kept = keeps_padding(q, extras)
+        kept = keeps_padding(q, v, setup, same_lengths, extras)
         if kept:
             return f"{usual}, with a mask tensor ({'; '.join(kept)})"
-        lengths = torch.empty(0)
-        return f"packed first, {_said(packed_way(q, v, setup, Packing(lengths, lengths), extras.slopes))}"
+        ends = torch.empty(0)
+        lengths = Packing(ends, ends if same_lengths else torch.empty(0))
+        return f"packed first, {_said(packed_way(q, v, setup, lengths, extras.slopes))}"
     nothing = all(extra is None for extra in extras)
     if nothing and not needs_mask(setup.rules, q.shape[2], k.shape[2]):
         return usual

@@ -156,7 +156,9 @@ class DotProductAttention(nn.Module):
         else:
             extras = Extras(_arbitrary(call, setup.rules), self._bias(call, setup), slopes)
             q, k, v = (_heads_first(x, self.qkv_format) for x in operands)
-            said = attention_way(q, k, v, setup, extras)
+            valid = _valid(call, setup.rules, q.shape[-2], k.shape[-2])
+            same = valid is None or valid.queries is valid.keys
+            said = attention_way(q, k, v, setup, extras, same_lengths=same)
         return f"{said}, FP8 operands emulated" if self.fp8_attention else said
 
     def _run(

@@ -24,9 +24,9 @@ def test_sums_of_integers_are_exact_and_what_is_not_finite_stays_in_its_column(m
     exact_conversions(monkeypatch)
     for shape in ((1, 1), (1, 40), (2, 33), (32, 32), (33, 7), (100, 130)):
         parts = torch.randint(-1000, 1000, shape).float()
-        assert torch.equal(sum_kernel.joined_sums(parts), parts.double().sum(0).float())
+        assert torch.equal(sum_kernel.joined_sums(parts.flatten(), parts.shape[1]), parts.double().sum(0).float())
     parts[3, 0], parts[4, 1], parts[90, 1], parts[99, 129] = torch.tensor([1, 1, -1, float("nan")]) * float("inf")
-    found = sum_kernel.joined_sums(parts)
+    found = sum_kernel.joined_sums(parts.flatten(), parts.shape[1])
     assert found[0] == float("inf")
     assert found[[1, 129]].isnan().all()
     assert torch.equal(found[2:129], parts.double().sum(0).float()[2:129])
@@ -37,7 +37,7 @@ def test_equal_keys_are_one_variant_of_tritons(monkeypatch: pytest.MonkeyPatch) 
     def call() -> None:
         for columns in (1, 2, 7, 8, 12, 16, 32, 1280):
             for parts in (1, 16, 17, 128):
-                sum_kernel.joined_sums(torch.zeros(parts, columns))
+                sum_kernel.joined_sums(torch.zeros(parts * columns), columns)
 
     variants: dict[object, list[tuple[str, object]]] = {}
     for launch in launches_of(monkeypatch, sum_kernel, "_launch_join", call):
@@ -52,7 +52,7 @@ def test_equal_keys_are_one_variant_of_tritons(monkeypatch: pytest.MonkeyPatch) 
 def test_nothing_is_added_in_an_order_of_chance(monkeypatch: pytest.MonkeyPatch, capability: int, tmp_path) -> None:  # type: ignore[no-untyped-def]
     """No atomics; and sixteen bytes a read."""
     (launch,) = launches_of(
-        monkeypatch, sum_kernel, "_launch_join", lambda: sum_kernel.joined_sums(torch.zeros(128, 1280))
+        monkeypatch, sum_kernel, "_launch_join", lambda: sum_kernel.joined_sums(torch.zeros(128 * 1280), 1280)
     )
     variant = compiled(sum_kernel.join_sums_kernel, launch, capability)
     assert "ld.global.v4.b32" in variant.asm["ptx"]

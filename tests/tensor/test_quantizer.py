@@ -191,3 +191,24 @@ def test_an_fp8_weight_enters_with_its_own_codes_where_it_can(granularity: objec
 def test_specs_refuse_what_contradicts_itself(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         QuantizeSpec(format=octavo.E4M3, **fields)
+
+
+def test_again_casts_with_the_multiplier_of_the_first_cast_to_the_last_bit() -> None:
+    """Of 1/m, which is the scale, 1/(1/m) is not always m: values next to the middle of two codes tell."""
+    middles = torch.tensor([1.0625 * 2**e for e in range(-5, 8)])
+    told = 0
+    for amax in torch.linspace(1.0, 2.0, 65):
+        multiplier = torch.tensor(448.0) / amax
+        near = middles / multiplier
+        for _ in range(2):
+            near = torch.cat([near, near.nextafter(torch.tensor(0.0)), near.nextafter(torch.tensor(9.0))])
+        x = torch.cat([near[near < amax], amax.reshape(1)]).reshape(1, -1).repeat(2, 1)
+        other = 1 / (1 / multiplier)
+        told += not torch.equal(octavo.cast(x * multiplier, octavo.E4M3), octavo.cast(x * other, octavo.E4M3))
+        spec = QuantizeSpec(format=octavo.E4M3, granularity=TENSOR)
+        for quantizer in (CurrentQuantizer(spec), DelayedQuantizer(spec, OperandState(), gather=True, from_data=True)):
+            first = quantizer(x, True, True)
+            again = quantizer.again(x, first.scale, None)
+            assert torch.equal(first.codes_t.view(torch.uint8), again.codes_t.view(torch.uint8))
+            assert torch.equal(first.scale_t, again.scale_t)
+    assert told, "else another multiplier would have made the same codes"

@@ -65,7 +65,7 @@ def cast_transpose_inductor(
         *tensors, *numbers, *constants, num_warps=cast_kernels.WARPS
     )
     codes, scale, codes_t, scale_t, parts = outputs
-    sums = None if parts is None else _joined(parts)
+    sums = None if parts is None else joined_sums(parts, x.shape[1])
     if scale is not None and rowwise is not None and rowwise.dim() != 2:
         scale = scale.reshape(())
     if scale_t is not None and columnwise is not None and columnwise.dim() != 2:
@@ -76,8 +76,9 @@ def cast_transpose_inductor(
     return codes, scale, codes_t, scale_t, sums
 
 
-def _joined(parts: Tensor) -> Tensor:
-    programs, numbers, constants = sum_kernel.join_arguments(*parts.shape)
-    sums = parts.new_empty(parts.shape[1])
+def joined_sums(parts: Tensor, columns: int) -> Tensor:
+    """`octavo.kernels.sum_kernel.joined_sums`, in an operator that dissolves into kernels."""
+    programs, numbers, constants = sum_kernel.join_arguments(parts.shape[0] // columns, columns)
+    sums = parts.new_empty(columns)
     wrap_triton(sum_kernel.join_sums_kernel)[(programs,)](parts, sums, *numbers, *constants, num_warps=sum_kernel.WARPS)
     return sums

@@ -92,13 +92,11 @@ class CurrentQuantizer(StatelessQuantizer):
         )
 
     def again(self, x: Tensor, scale: Tensor, after: Tensor | None) -> Operand:
-        """As `StatelessQuantizer.again`; one scale for all of x is not measured twice."""
+        """As `StatelessQuantizer.again`; measured again, since a scale does not tell its multiplier to the last bit."""
         spec = self.spec
-        if spec.granularity is TENSOR:
-            return _cast_with(spec, x, _not_before(scale, after))
-        _, by_column = amax_by_row_and_column(x, False, True)
-        assert by_column is not None, "it was asked for"
-        return _cast_with(spec, x, _not_before(by_column, after), spec.rule)
+        amaxes = partial_amax(x) if spec.granularity is TENSOR else amax_by_row_and_column(x, False, True)[1]
+        assert amaxes is not None, "they were asked for"
+        return _cast_with(spec, x, _not_before(amaxes, after), spec.rule)
 
 
 def _cast_with(spec: QuantizeSpec, x: Tensor, columnwise: Tensor, rule: ScaleRule | None = None) -> Operand:
@@ -199,6 +197,8 @@ class DelayedQuantizer:
 
     def again(self, x: Tensor, scale: Tensor, after: Tensor | None) -> Operand:
         """As `StatelessQuantizer.again`; its amax has been gathered."""
+        if self.from_data and self.fixed is None:
+            return _cast_with(self.spec, x, _not_before(partial_amax(x), after), MEASURED)
         return _cast_with(self.spec, x, _not_before(scale, after))
 
     def _note_capture(self, measured: bool) -> None:

@@ -115,8 +115,6 @@ def _compiled(
     outputs = operator(x, format.name, granularity.name, *rule, rowwise, columnwise, inf_to_nan, column_sum)
     wanted = (rowwise, rowwise, columnwise, columnwise, column_sum)
     codes, scale, codes_t, scale_t, sums = (out if want else None for out, want in zip(outputs, wanted, strict=True))
-    if native and sums is not None:
-        sums = sums.sum(0)
     return CastOutput(codes, scale, codes_t, scale_t, sums)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-import octavo.kernels.compiled  # noqa: F401  (its setting of Inductor holds for this launch, too)
 from octavo.formats import format_named
 from octavo.kernels.block_cast import triton_kernel
 from octavo.kernels.cast_transpose.rule import ScaleRule
+from octavo.kernels.compiled import joined_sums
 from octavo.kernels.known_writes import remember_writes
 from octavo.scaling import granularity_named
 
@@ -27,12 +27,16 @@ def block_cast_inductor(
     inf_to_nan: bool,
     column_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`octavo.kernels.block_cast.block_cast`; an empty tensor for what is not wanted, and the sums in parts."""
+    """`octavo.kernels.block_cast.block_cast`; an empty tensor for what is not wanted."""
     x = x if x.stride(1) == 1 else x.contiguous()
     outputs, programs, tensors, numbers, constants, warps = triton_kernel.prepare(
         x, format_named(format), granularity_named(granularity), ScaleRule(epsilon, power_of_two), rowwise, columnwise,
         inf_to_nan, column_sum,
     )  # fmt: skip
     wrap_triton(triton_kernel.block_cast_kernel)[(programs,)](*tensors, *numbers, *constants, num_warps=warps)
-    codes, scale, codes_t, scale_t, sums = (x.new_empty(0) if out is None else out for out in outputs)
+    codes, scale, codes_t, scale_t, parts = outputs
+    sums = None if parts is None else joined_sums(parts, x.shape[1])
+    codes, scale, codes_t, scale_t, sums = (
+        x.new_empty(0) if out is None else out for out in (codes, scale, codes_t, scale_t, sums)
+    )
     return codes, scale, codes_t, scale_t, sums

@@ -26,6 +26,7 @@ from octavo.kernels.cast_transpose.rule import ScaleRule
 from octavo.kernels.codes import CODE_DTYPES, pairs_of_codes
 from octavo.kernels.launcher import Launcher, specialization
 from octavo.kernels.layout import padded
+from octavo.kernels.sum_kernel import joined_sums
 from octavo.scaling import BLOCK_1X128, BLOCK_128X128, Granularity
 from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
 
@@ -123,7 +124,7 @@ def block_cast_kernel(
 ):
     """One tile of x [rows, columns], whose rows are contiguous.
 
-    -> codes [rows to 16, columns to 128], codes_t [columns to 16, rows to 128]; sums [blocks of rows, columns];
+    -> codes [rows to 16, columns to 128], codes_t [columns to 16, rows to 128]; sums [blocks of rows * columns];
     1x128: scale [blocks of columns, rows to 16], scale_t [blocks of rows, columns to 16];
     SQUARE: scale [blocks of rows, blocks of columns to 4], scale_t [blocks of columns, blocks of rows to 4].
     """
@@ -208,7 +209,7 @@ def prepare(
     inf_to_nan: bool,
     column_sum: bool,
 ) -> _Call:
-    """The launch for an x whose rows are contiguous; its sums [blocks of rows, K] are partial."""
+    """The launch for an x whose rows are contiguous; its sums [blocks of rows * K] are partial."""
     rows, columns = x.shape
     tall, wide = whole_blocks(rows), whole_blocks(columns)
     codes = scale = codes_t = scale_t = sums = None
@@ -219,7 +220,7 @@ def prepare(
         codes_t = x.new_empty((padded(columns), tall), dtype=format.dtype)
         scale_t = x.new_empty(scale_shape(columns, rows, granularity), dtype=torch.float32)
     if column_sum:
-        sums = x.new_empty((tall // 128, columns), dtype=torch.float32)
+        sums = x.new_empty(tall // 128 * columns, dtype=torch.float32)
     # A pointer that the flags leave unused may be any; x itself would be materialised once more by the compiler.
     unused = codes if codes is not None else codes_t
     assert unused is not None, "a cast into no layout is not launched"
@@ -279,4 +280,4 @@ def block_cast_triton(
     codes, scale, codes_t, scale_t, sums = outputs
     key = (x.dtype, x.data_ptr() % 16 == 0, numbers[0] >> 31, specialization(*numbers[1:]), format.name, constants)
     _launch_kernel(programs, key, tensors, numbers, constants, warps)
-    return codes, scale, codes_t, scale_t, None if sums is None else sums.sum(0)
+    return codes, scale, codes_t, scale_t, None if sums is None else joined_sums(sums, x.shape[1])

@@ -127,7 +127,7 @@ def _layout(rows: Any, columns: int, stride_row: int, flags: _Flags) -> _Layout:
         ((padded_rows, 1), (1, 1), torch.float32) if flags.by_row else whole,
         ((padded_columns, padded_rows), (padded_rows, 1), dtype),
         ((padded_columns, 1), (1, 1), torch.float32) if flags.by_column else whole,
-        ((tiles_tall, columns), (columns, 1), torch.float32) if flags.column_sum else None,
+        ((tiles_tall * columns,), (1,), torch.float32) if flags.column_sum else None,
         tiles_tall * tiles_wide,
         (rows, columns // align, stride_row // align),
         constants,
@@ -208,7 +208,7 @@ def prepare(
     inf_to_nan: bool,
     column_sum: bool,
 ) -> _Call:
-    """The launch in traced code, for an x whose rows are contiguous; its sums [blocks of rows, K] are partial.
+    """The launch in traced code, for an x whose rows are contiguous; its sums [blocks of rows * K] are partial.
 
     No output is an input: every scale is new, of a whole matrix [1].
     """
@@ -269,7 +269,7 @@ class PreparedCast:
             return outputs
         codes, scale, codes_t, scale_t, sums = outputs
         assert sums is not None, "the layout has them"
-        return codes, scale, codes_t, scale_t, joined_sums(sums)
+        return codes, scale, codes_t, scale_t, joined_sums(sums, x.shape[1])
 
 
 def prepared(

@@ -4,7 +4,7 @@
     codes_t [K', C]    cast(x[r, k] * by_column[group of r, k])^T  by_column [E, K] or [E, 1]
 
 K' is K rounded up to a multiple of 16; the columns of codes_t are those of `octavo.kernels.grouped_cast.layout`, each
-group begun at a multiple of 16. What is added is zero. Multipliers are given: one a group repeated for its rows, or one
+group begun at a multiple of 128. What is added is zero. Multipliers are given, one a group repeated for its rows or one
 a row; `multipliers` makes them. The codes of a group are those that `octavo.kernels.cast_transpose` makes of its rows.
 """
 

@@ -1,11 +1,11 @@
 """Where the rows of each group lie, worked out on the device: nothing here waits for it.
 
     codes    [M, K']      the rows as they are, one group after the other
-    codes_t  [K', C]      the transposed matrix, each group begun at a multiple of 16 columns; what fills up is zero
+    codes_t  [K', C]      the transposed matrix, each group begun at a multiple of 128 columns; what fills up is zero
 
 FP8 products whose groups lie along the contracted dimension (the weight gradient, over tokens) want every group to
-begin at 16 bytes. A group without rows gets 16 columns of zeros, so that no product is empty. C is what any sizes of so
-many groups fit into.
+begin at 16 bytes; of 128 columns they take none but whole steps. A group without rows gets 128 columns of zeros, so
+that no product is empty. C is what any sizes of so many groups fit into.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.kernels.layout import ALIGNMENT, padded
+from octavo.kernels.layout import ALIGNMENT
+
+# Columns of codes_t: what a group's part of them is a multiple of.
+GROUP_COLUMNS = 128
 
 
 class Groups(NamedTuple):
@@ -40,7 +43,7 @@ class Groups(NamedTuple):
 
 def capacity(rows: int, num_groups: int) -> int:
     """C, columns of codes_t."""
-    return padded(rows) + ALIGNMENT * num_groups
+    return -(-rows // GROUP_COLUMNS) * GROUP_COLUMNS + GROUP_COLUMNS * num_groups
 
 
 def groups_of(splits: Tensor, rows: int) -> Groups:
@@ -53,7 +56,7 @@ def groups_of(splits: Tensor, rows: int) -> Groups:
     sizes = splits.to(torch.int64)
     ends = sizes.cumsum(0)
     _check(sizes, ends, rows)
-    columns = ((sizes + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT).clamp(min=ALIGNMENT)
+    columns = ((sizes + (GROUP_COLUMNS - 1)) // GROUP_COLUMNS * GROUP_COLUMNS).clamp(min=GROUP_COLUMNS)
     ends_t = columns.cumsum(0)
     index = torch.arange(rows, device=device)
     group = torch.searchsorted(ends, index, right=True).clamp(max=num_groups - 1)

@@ -5,9 +5,9 @@
     sums         out [E, N]:    sums of the rows of each group, in float32
 
 On Hopper these are one launch each: of codes through `torch._scaled_grouped_mm` (CUTLASS: E4M3 by E4M3, one float32
-scale a row of either operand, written in bfloat16), in high precision through `torch._grouped_mm` (bfloat16). What
-these do not take on a CUDA device is not emulated there, since a loop over groups would wait for the device: see
-`device_reasons`. On a CPU a loop over groups is the definition, and exact: each product is
+scale a row of either operand, written in bfloat16) or, with E5M2 in an operand or another output, in Triton; in high
+precision through `torch._grouped_mm` (bfloat16). Nothing is emulated on another CUDA device, since a loop over groups
+would wait for it: see `device_reasons`. On a CPU a loop over groups is the definition, and exact: each product is
 `octavo.kernels.scaled_mm` of the rows of a group, padded as a cast of these alone would pad them.
 """
 
@@ -22,6 +22,7 @@ from octavo.formats import E4M3
 from octavo.kernels.layout import padded
 from octavo.kernels.library import register
 from octavo.kernels.scaled_mm import Accumulation, native, scaled_mm_reference
+from octavo.kernels.triton_support import triton_is_installed
 
 _HOPPER = 9
 
@@ -38,6 +39,8 @@ def device_reasons(device: torch.device) -> list[str]:
             reasons.append(f"compute capability {major}.{minor}: grouped products with a scale a row need 9.0 (Hopper)")
         if not hasattr(torch, "_scaled_grouped_mm"):
             reasons.append(f"torch {torch.__version__} has no torch._scaled_grouped_mm: use 2.8 or later")
+        if not triton_is_installed():
+            reasons.append("Triton is not installed: pip install octavo[gpu]")
     return reasons
 
 
@@ -58,9 +61,9 @@ def grouped_mm(
         b: codes [E, N, K], contiguous.
         scale_a: float32 [M, 1].
         scale_b: float32 [E, N, 1].
-        bias: [E, N] or None. Natively it is added to the rounded product, and the sum rounded again.
+        bias: [E, N] or None, added in float32. (With torch's own product to the rounded product, and rounded again.)
         ends: [E] int32, the row after the last of each group.
-        out_dtype: float32, bfloat16 or float16; natively bfloat16.
+        out_dtype: float32, bfloat16 or float16.
         accumulate: as of `octavo.kernels.scaled_mm`.
     """
     launch = _by_rows if torch.compiler.is_compiling() else _launch_by_rows
@@ -85,7 +88,7 @@ def grouped_mm_over_rows(
             `octavo.kernels.grouped_cast.layout`.
         scale_a, scale_b: float32 [E, N, 1] and [E, K, 1].
         ends, ends_t: [E] int32, where groups end among rows, and among columns.
-        out_dtype: float32, bfloat16 or float16. Natively the product is rounded to bfloat16 first.
+        out_dtype: float32, bfloat16 or float16.
         accumulate: as of `octavo.kernels.scaled_mm`.
     """
     launch = _over_rows if torch.compiler.is_compiling() else _launch_over_rows
@@ -141,6 +144,10 @@ def _launch_by_rows(
         return _by_rows_reference(a, b, scale_a, scale_b, bias, ends, out_dtype, accumulate)
     if a.shape[0] == 0:
         return a.new_empty((0, b.shape[1]), dtype=out_dtype)
+    if not library_takes(a.dtype, b.dtype, out_dtype):
+        from octavo.kernels.grouped_mm.triton_kernel import grouped_mm_triton
+
+        return grouped_mm_triton(a, b, scale_a, scale_b, bias, ends, out_dtype, accumulate)
     fast = accumulate == "fast"
     out = torch._scaled_grouped_mm(
         a, b.transpose(-2, -1), scale_a.reshape(-1), scale_b.squeeze(-1), ends, None, None, torch.bfloat16, fast
@@ -194,11 +201,14 @@ def _launch_over_rows(
 ) -> Tensor:
     if not a.is_cuda:
         return _over_rows_reference(a, b, scale_a, scale_b, ends, ends_t, out_dtype, accumulate)
+    if not library_takes(a.dtype, b.dtype, out_dtype):
+        from octavo.kernels.grouped_mm.triton_kernel import grouped_mm_over_rows_triton
+
+        return grouped_mm_over_rows_triton(a, b, scale_a, scale_b, ends_t, out_dtype, accumulate)
     fast = accumulate == "fast"
-    out: Tensor = torch._scaled_grouped_mm(
+    return torch._scaled_grouped_mm(
         a, b.t(), scale_a.reshape(-1), scale_b.reshape(-1), ends_t, None, None, torch.bfloat16, fast
     )
-    return out.to(out_dtype)
 
 
 def _over_rows_reference(
@@ -256,9 +266,9 @@ def _launch_sums(x: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def formats_reasons(*codes: torch.dtype) -> list[str]:
-    """Why codes of these dtypes have no grouped product on a CUDA device."""
-    return [f"codes {dtype}: torch's grouped products take E4M3 by E4M3 only" for dtype in codes if dtype != E4M3.dtype]
+def library_takes(a: torch.dtype, b: torch.dtype, out_dtype: torch.dtype) -> bool:
+    """True if torch has the grouped product of codes of these dtypes; then it is taken."""
+    return a == b == E4M3.dtype and out_dtype == torch.bfloat16
 
 
 _by_rows = register(

@@ -152,17 +152,21 @@ def plan(recipe: octavo.recipes.Recipe) -> LinearPlan:
 
 def test_what_has_no_grouped_product_says_so() -> None:
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
-    assert unsupported_reasons(cpu, torch.float32, plan(CurrentScaling()), True) == []
-    assert "scales by 1x128" in unsupported_reasons(cpu, bf16, plan(BlockScaling()), True)[0]
+    assert unsupported_reasons(cpu, torch.float32, plan(CurrentScaling())) == []
+    assert "scales by 1x128" in unsupported_reasons(cpu, bf16, plan(BlockScaling()))[0]
     # Whatever this machine has, these hold of every CUDA device.
     cuda = torch.device("cuda", 0)
-    hybrid = unsupported_reasons(cuda, bf16, plan(DelayedScaling()), True)
-    assert any("grad_output in E5M2" in reason and "format=E4M3" in reason for reason in hybrid)
-    assert not any("E5M2" in r for r in unsupported_reasons(cuda, bf16, plan(DelayedScaling()), False))
-    assert not any("E5M2" in r for r in unsupported_reasons(cuda, bf16, plan(RowwiseScaling()), True))
-    assert any("torch.float32" in r for r in unsupported_reasons(cuda, torch.float32, plan(RowwiseScaling()), True))
-    assert unsupported_reasons(cuda, torch.float32, None, True) != []
-    assert unsupported_reasons(cuda, bf16, None, True) == []
+    assert any("scales by 1x128" in reason for reason in unsupported_reasons(cuda, bf16, plan(BlockScaling())))
+    assert "torch.float32 in high precision" in unsupported_reasons(cuda, torch.float32, None)[0]
+    assert unsupported_reasons(cuda, bf16, None) == []
+    watched = plan(CurrentScaling())._replace(input=lambda *_: None)
+    assert "watched" in unsupported_reasons(cpu, bf16, watched)[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_has_no_products() -> None:
+    reasons = unsupported_reasons(torch.device("cuda", 0), torch.bfloat16, plan(DelayedScaling()))
+    assert reasons == ["no CUDA device is available"]
 
 
 def test_mistakes_are_refused_with_the_remedy() -> None:

@@ -37,7 +37,7 @@ def columns_of(sizes: list[int]) -> list[tuple[int, int]]:
     firsts, start = [], 0
     for size in sizes:
         firsts.append((start, padded(size)))
-        start += max(padded(size), 16)
+        start += max(-(-size // 128) * 128, 128)
     return firsts
 
 

@@ -295,10 +295,10 @@ def test_weights_that_exist_in_fp8_alone() -> None:
 
 # SQNR in dB of (y, dx, dw) on N(0, 1) data, 512 tokens in four groups, 256 -> 384, as emulated; a test allows 0.5 less.
 EMULATED = {
-    "delayed, measured first": (28.4, 24.5, 24.5),
-    "current": (28.4, 24.5, 24.5),
-    "rowwise": (28.4, 28.4, 28.4),
-    "block": (28.4, 28.4, 28.4),
+    "delayed, measured first": (28.5, 24.6, 24.6),
+    "current": (28.5, 24.6, 24.6),
+    "rowwise": (28.5, 28.5, 28.5),
+    "block": (28.5, 28.5, 28.5),
 }
 
 

@@ -7,9 +7,9 @@ The same products as in `octavo.functional.grouped_linear`, each for all experts
     wgrad   dw [E, N, K]  of expert e      = dy [m_e, N]^T @ x [m_e, K]
     dbias   db [E, N]     of expert e      = sum of dy over m_e
 
-Scales and codes are those of each group alone. On a CPU so are all results, to the bit. On a GPU products are rounded
-to bfloat16 before a bias is added, and a weight gradient before it becomes float32: that is what torch's grouped
-products write. In high precision all three run through `torch._grouped_mm`.
+Scales and codes are those of each group alone. On a CPU so are all results, to the bit. On a GPU, where torch has the
+product (E4M3 by E4M3, output in bfloat16), it is rounded before a bias is added; others run in Triton. In high
+precision all three run through `torch._grouped_mm`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.formats import E4M3
 from octavo.functional.grouped_quantize import (
     GroupedOperand,
     granularity_reasons,
@@ -78,14 +77,13 @@ class DeviceCall(NamedTuple):
         return self.plans[0]
 
 
-def unsupported_reasons(device: torch.device, dtype: torch.dtype, plan: LinearPlan | None, trains: bool) -> list[str]:
+def unsupported_reasons(device: torch.device, dtype: torch.dtype, plan: LinearPlan | None) -> list[str]:
     """Why a call with sizes on the device cannot run; empty if it can.
 
     Args:
         device: of x.
         dtype: of the output.
         plan: of an expert, None for high precision.
-        trains: a backward may follow.
     """
     if plan is None:
         on_gpu = device.type != "cpu" and dtype != torch.bfloat16
@@ -95,19 +93,7 @@ def unsupported_reasons(device: torch.device, dtype: torch.dtype, plan: LinearPl
         return ["its quantizers are watched, one cast an expert"]
     # The weight of a recipe has whole blocks where the input has parts of rows: one reason is enough.
     reasons = granularity_reasons(plan.input.spec)  # type: ignore[attr-defined]
-    if device.type == "cpu":
-        return reasons
-    reasons += device_reasons(device)
-    if dtype != torch.bfloat16:
-        reasons.append(f"output in {dtype}: torch's grouped products write bfloat16; run under torch.autocast")
-    used = ("input", "weight", "grad_output") if trains and (plan.dgrad_fp8 or plan.wgrad_fp8) else ("input", "weight")
-    for name in used:
-        format = quantizers[name].spec.format  # type: ignore[attr-defined]
-        if format is not E4M3:
-            reasons.append(
-                f"{name} in {format.name}: torch's grouped products take E4M3 by E4M3; give the recipe format=E4M3"
-            )
-    return reasons
+    return reasons + device_reasons(device)
 
 
 def grouped_linear_on_device(

@@ -25,23 +25,38 @@ from octavo.kernels.scaled_mm import Accumulation, native, scaled_mm_reference
 from octavo.kernels.triton_support import triton_is_installed
 
 _HOPPER = 9
+_BETWEEN = "\n"
 
 
-@functools.cache
 def device_reasons(device: torch.device) -> list[str]:
     """Why `device` has no grouped products of codes; empty if it has, or if it is a CPU, where a loop costs nothing."""
     if device.type == "cpu":
         return []
-    reasons = list(native.device_reasons(device))
+    reasons = _reasons_of(device.type, device.index or 0)
+    return reasons.split(_BETWEEN) if reasons else []
+
+
+def _reasons_of(kind: str, index: int) -> str:
+    return _known_reasons(kind, index)
+
+
+# Dynamo runs it while it traces, which it would not do for what functools.cache makes.
+# (torch.compiler.assume_constant_result sets this, and imports Dynamo to do so.)
+_reasons_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _known_reasons(kind: str, index: int) -> str:
+    reasons = list(native.device_reasons(torch.device(kind, index)))
     if not reasons:
-        major, minor = native._capability(device.index or 0)
+        major, minor = native._capability(index)
         if major != _HOPPER:
             reasons.append(f"compute capability {major}.{minor}: grouped products with a scale a row need 9.0 (Hopper)")
         if not hasattr(torch, "_scaled_grouped_mm"):
             reasons.append(f"torch {torch.__version__} has no torch._scaled_grouped_mm: use 2.8 or later")
         if not triton_is_installed():
             reasons.append("Triton is not installed: pip install octavo[gpu]")
-    return reasons
+    return _BETWEEN.join(reasons)
 
 
 def grouped_mm(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -235,7 +237,27 @@ def test_names_in_the_state_dict() -> None:
     kinds = [f"{o}_{p}" for o in ("input", "weight", "grad_output") for p in ("scale", "amax_history")]
     expected = parameters + [f"expert{e}_{kind}" for e in range(2) for kind in kinds]
     assert list(trained(layer).state_dict()) == expected
+    model = nn.Sequential(layer)
+    assert list(octavo.state_dict(model)) == [f"0.{name}" for name in parameters]
+    octavo.GroupedLinear(2, K, N).load_state_dict(octavo.state_dict(layer))
     assert octavo.GroupedLinear(2, K, N, bias=False).bias0 is None
+
+
+def test_update_scales_reaches_every_expert() -> None:
+    layer = octavo.GroupedLinear(2, K, N, recipe=DelayedScaling(amax_history_len=4))
+    x = torch.randn(9, K)
+    layer(x, [4, 5]).sum().backward()
+    octavo.update_scales(layer)
+    for part, rows in zip(layer.parts, x.split([4, 5]), strict=True):
+        assert float(part.delayed_state.input.scale) == pytest.approx(float(rows.abs().max()) / 448)
+
+
+def test_inspection_sees_every_expert() -> None:
+    layer = octavo.GroupedLinear(2, K, N, recipe=CurrentScaling())
+    with octavo.inspection.watch(layer) as seen:
+        layer(torch.randn(9, K), [4, 5]).sum().backward()
+    expected = {(f"expert{e}", operand) for e in range(2) for operand in ("input", "weight", "grad_output")}
+    assert set(seen.statistics) == expected
 
 
 @pytest.mark.parametrize("way", ["state dict", "deepcopy", "save"])
@@ -374,3 +396,13 @@ def test_other_mistakes_are_refused() -> None:
         layer(torch.randn(9, K), [4, 5], cached_weight="often")
     with pytest.raises(ValueError, match="float32, bfloat16 or float16"):
         layer(torch.randn(9, K, dtype=torch.float64), [4, 5])
+
+
+def test_the_pages_code_runs() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "layers" / "grouped_linear.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Tensor] = {}
+    exec(block, names)
+    assert names["y"].shape == (50, 64)
+    assert bool(names["y"].isfinite().all())
+    assert bool(names["up"].weight0.grad.abs().sum() > 0)

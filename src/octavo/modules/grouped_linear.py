@@ -10,7 +10,6 @@ the bits of one `octavo.Linear` an expert; tokens that pad a group inside never 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,8 @@ from octavo.functional.grouped_linear import GroupedCall, bounds_of, grouped_lin
 from octavo.functional.grouped_on_device import DeviceCall, grouped_linear_on_device, unsupported_reasons
 from octavo.kernels import amax
 from octavo.modules.layernorm_linear import check_cached_weight, check_input, fp8_dtype, reset_linear
-from octavo.modules.linear import CachedWeight, FP8LinearMixin, quantize_parameter
+from octavo.modules.linear import CachedWeight
+from octavo.modules.mlp_part import MLPPart
 from octavo.recipes import Recipe
 from octavo.runtime import Call, LinearPlan, layer_call, plan_linear
 from octavo.runtime.autocast import in_backward
@@ -29,19 +29,13 @@ from octavo.runtime.autocast import in_backward
 _REMEDY = ". Give m_splits as a list (which waits for the device, if it comes from there)"
 
 
-class Expert(FP8LinearMixin):
-    """FP8 state of one expert, whose parameters are the layer's own."""
+class Expert(MLPPart):
+    """FP8 state of one expert, whose parameters are the layer's own: `expert0` is that of `weight0` and `bias0`."""
 
-    def __init__(self, owner: nn.Module, index: int, recipe: Recipe | None) -> None:
-        super().__init__()
-        self.index = index
-        self.belongs_to(owner)
-        self.become_fp8(recipe)
-        quantize_parameter(self)
-
-    def belongs_to(self, owner: nn.Module) -> None:
-        """Say whose part this is."""
-        self._owner: Any = weakref.ref(owner)
+    @property
+    def index(self) -> str:
+        """What the names of its parameters end in."""
+        return self.prefix.removeprefix("expert")
 
     @property
     def weight(self) -> Any:
@@ -66,29 +60,10 @@ class Expert(FP8LinearMixin):
             self._notice_forgotten_update(weight)
         return plan_linear(call, self.delayed_state, self.layer_name or f"GroupedLinear.{self.index}", self.observer)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Nothing: the layer does it, whose entries they are."""
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the layer does it, whose entries they are."""
-
-    def state_prefix(self, prefix: str) -> str:
-        """What the keys of its state begin with."""
-        return f"{prefix}expert{self.index}_"
-
-    def load(self, entries: dict[str, Tensor], new_weight: bool) -> None:
-        """Take over entries that were saved."""
-        # With assign=True the weight may have come from another device.
-        self.delayed_state.move(self.weight.device)
-        self.delayed_state.load(entries, new_weight)
-        self._weight_cache = None
-
-    def extra_repr(self) -> str:
-        """The recipe that is on without a context."""
-        return "" if self.recipe is None else f"recipe={type(self.recipe).__name__}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_owner": None}
+    def taken_out(self, state_dict: dict[str, Any], prefix: str) -> tuple[dict[str, Tensor], bool]:
+        """Its entries, taken out of the layer's; and whether there is a new weight."""
+        entries = self.delayed_state.taken_out(state_dict, f"{prefix}{self.prefix}_")
+        return entries, f"{prefix}weight{self.index}" in state_dict
 
 
 class GroupedLinear(nn.Module):
@@ -122,7 +97,8 @@ class GroupedLinear(nn.Module):
             one: Any = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
             self.register_parameter(f"weight{index}", one.weight)
             self.register_parameter(f"bias{index}", one.bias)
-        self.experts = nn.ModuleList(Expert(self, index, recipe) for index in range(num_gemms))
+        for index in range(num_gemms):
+            self.add_module(f"expert{index}", Expert(self, f"expert{index}", recipe))
 
     @property
     def weights(self) -> list[Any]:
@@ -137,7 +113,7 @@ class GroupedLinear(nn.Module):
     @property
     def parts(self) -> list[Any]:
         """State of each expert."""
-        return list(self.experts)
+        return [getattr(self, f"expert{index}") for index in range(self.num_gemms)]
 
     @property
     def recipe(self) -> Recipe | None:
@@ -265,19 +241,10 @@ class GroupedLinear(nn.Module):
             )
         return grouped_linear_on_device(x, m_splits, weights, self.biases, DeviceCall(plans, dtype, cached))
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for part in self.parts:
-            if part.delayed_state.is_used:
-                destination.update(part.delayed_state.saved(part.state_prefix(prefix)))
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        found = []
-        for part in self.parts:
-            entries = part.delayed_state.taken_out(state_dict, part.state_prefix(prefix))
-            found.append((part, entries, f"{prefix}weight{part.index}" in state_dict))
+        found = [part.taken_out(state_dict, prefix) for part in self.parts]
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        for part, entries, new_weight in found:
+        for part, (entries, new_weight) in zip(self.parts, found, strict=True):
             part.load(entries, new_weight)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -41,6 +41,9 @@ from octavo.kernels.grouped_mm.on_device import (
 from octavo.runtime import LinearPlan
 from octavo.tensor import Operand, QuantizedTensor
 
+# Where parameters begin among the arguments of the autograd Function.
+_FIRST = 9
+
 
 class DeviceCall(NamedTuple):
     """What one call runs with.
@@ -109,15 +112,20 @@ def grouped_linear_on_device(
         call: what to run with.
     """
     groups = groups_of(splits, x.shape[0])
-    result: Tensor = _GroupedOnDevice.apply(x, groups, call, len(weights), *weights, *biases)
+    if not torch.is_grad_enabled():
+        # An autograd Function is asked for the gradients of what has one, also where none will be.
+        x, weights = x.detach(), [weight.detach() for weight in weights]
+    result: Tensor = _GroupedOnDevice.apply(x, *groups, call, len(weights), *weights, *biases)
     return result
 
 
 class _GroupedOnDevice(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, groups: Groups, call: DeviceCall, num_experts: int, *parameters: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
+        # Tensors by themselves: what autograd and the compiler see of an argument.
+        groups, (call, num_experts), parameters = Groups(*arguments[:6]), arguments[6:8], arguments[8:]
         weights, biases = parameters[:num_experts], parameters[num_experts:]
-        needs_dx, needs_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4 : 4 + num_experts])
+        needs_dx, needs_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_FIRST : _FIRST + num_experts])
         rows, num_out = x.to(call.dtype), weights[0].shape[0]
         bias = None if biases[0] is None else torch.stack([one.to(call.dtype) for one in biases])
         kept: list[Tensor | None] = [None] * 5
@@ -152,8 +160,8 @@ class _GroupedOnDevice(torch.autograd.Function):
         saved, num_experts = ctx.saved_tensors, ctx.num_experts
         groups, weights = Groups(*saved[:6]), saved[11:]
         x_codes_t, x_scale_t, w_codes_t, w_scale_t, x = saved[6:11]
-        wants = ctx.needs_input_grad
-        needs_dx, needs_dw = wants[0], any(wants[4 : 4 + num_experts])
+        needs_dx, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[_FIRST:]
+        needs_dw = any(wants[:num_experts])
         rows, num_out, dx = dy.contiguous(), dy.shape[1], None
         # 1. Codes of dy in the layouts that somebody will use.
         dgrad_fp8, wgrad_fp8 = needs_dx and call.dgrad_fp8, needs_dw and call.wgrad_fp8
@@ -183,12 +191,13 @@ class _GroupedOnDevice(torch.autograd.Function):
                 dw = dw[:, :num_out, : ctx.num_in]
             else:
                 dw = plain_grouped_mm_over_rows(rows, x, groups.ends)
-            dws = _each(dw, ctx.dtypes[:num_experts], wants[4 : 4 + num_experts])
+            dws = _each(dw, ctx.dtypes[:num_experts], wants[:num_experts])
         # 4. dbias, of the high-precision dy.  [M, N] -> [N] of each expert
         dbs: list[Tensor | None] = [None] * num_experts
-        if any(wants[4 + num_experts :]):
-            dbs = _each(grouped_sum(rows, groups.ends), ctx.dtypes[num_experts:], wants[4 + num_experts :])
-        return None if dx is None else dx.to(ctx.x_dtype), None, None, None, *dws, *dbs
+        if any(wants[num_experts:]):
+            dbs = _each(grouped_sum(rows, groups.ends), ctx.dtypes[num_experts:], wants[num_experts:])
+        dx = None if dx is None else dx.to(ctx.x_dtype)
+        return dx, *(None,) * (_FIRST - 1), *dws, *dbs
 
 
 def _fprop(
@@ -238,5 +247,5 @@ def _trimmed(out: Tensor, columns: int) -> Tensor:
 def _each(stacked: Tensor, dtypes: Sequence[torch.dtype], wanted: Sequence[bool]) -> list[Tensor | None]:
     """One gradient an expert."""
     parts = zip(stacked.unbind(), dtypes, wanted, strict=True)
-    # Gradients are added to in place: none is part of another's memory, nor wider than its parameter.
-    return [part.to(dtype, copy=True) if wants else None for part, dtype, wants in parts]
+    # Each its own part of one memory.
+    return [part.to(dtype).contiguous() if wants else None for part, dtype, wants in parts]

@@ -60,7 +60,11 @@ def scaled_mm_by_group(
 def _writes(product: Product, rows: int, columns: int, out_dtype: torch.dtype) -> bool:
     """True if the library writes this product where it is told to, exactly as `scaled_mm` would give it."""
     a, b, scale_a, scale_b, bias = product
-    if not runs_natively(a, b, scale_a) or b.shape[0] != columns or has_blocks(scale_a, a.shape[0]):
+    if (
+        not (a.numel() and b.numel() and runs_natively(a, b, scale_a))
+        or b.shape[0] != columns
+        or has_blocks(scale_a, a.shape[0])
+    ):
         return False
     if scale_b.dim():
         # Row-wise products write bfloat16, without a bias. Of rows that are no multiple of 16 they were not seen.

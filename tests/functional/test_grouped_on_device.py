@@ -16,6 +16,7 @@ from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, Rowwise
 from octavo.runtime import LinearPlan, layer_call, plan_linear
 
 K, N = 40, 24
+FEATURES = K, N
 STEPS = ([0, 7, 33, 3], [40, 0, 0, 3], [10, 10, 10, 13], [0, 0, 43, 0])
 # By block there is no grouped product.
 GROUPED = [name for name in RECIPES if name != "block"] + ["rowwise, input kept"]
@@ -161,20 +162,25 @@ def plan(recipe: octavo.recipes.Recipe) -> LinearPlan:
 
 def test_what_has_no_grouped_product_says_so() -> None:
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
-    assert unsupported_reasons(cpu, torch.float32, plan(CurrentScaling())) == []
-    assert "scales by 1x128" in unsupported_reasons(cpu, bf16, plan(BlockScaling()))[0]
+    assert unsupported_reasons(cpu, torch.float32, plan(CurrentScaling()), FEATURES) == []
+    assert "scales by 1x128" in unsupported_reasons(cpu, bf16, plan(BlockScaling()), FEATURES)[0]
     # Whatever this machine has, these hold of every CUDA device.
     cuda = torch.device("cuda", 0)
-    assert any("scales by 1x128" in reason for reason in unsupported_reasons(cuda, bf16, plan(BlockScaling())))
-    assert "torch.float32 in high precision" in unsupported_reasons(cuda, torch.float32, None)[0]
-    assert unsupported_reasons(cuda, bf16, None) == []
+    assert any(
+        "scales by 1x128" in reason for reason in unsupported_reasons(cuda, bf16, plan(BlockScaling()), FEATURES)
+    )
+    assert "torch.float32 in high precision" in unsupported_reasons(cuda, torch.float32, None, FEATURES)[0]
+    assert unsupported_reasons(cuda, bf16, None, FEATURES) == []
+    assert "multiples of 8" in unsupported_reasons(cuda, bf16, None, (K, 17))[0]
+    high = plan(RowwiseScaling(high_precision_wgrad=True))
+    assert any("multiples of 8" in reason for reason in unsupported_reasons(cuda, bf16, high, (K, 17)))
     watched = plan(CurrentScaling())._replace(input=lambda *_: None)
-    assert "watched" in unsupported_reasons(cpu, bf16, watched)[0]
+    assert "watched" in unsupported_reasons(cpu, bf16, watched, FEATURES)[0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there_has_no_products() -> None:
-    reasons = unsupported_reasons(torch.device("cuda", 0), torch.bfloat16, plan(DelayedScaling()))
+    reasons = unsupported_reasons(torch.device("cuda", 0), torch.bfloat16, plan(DelayedScaling()), FEATURES)
     assert reasons == ["no CUDA device is available"]
 
 

@@ -43,6 +43,8 @@ from octavo.tensor import Operand, QuantizedTensor
 
 # Where parameters begin among the arguments of the autograd Function.
 _FIRST = 9
+# Entries of bfloat16 in 16 bytes, at which torch._grouped_mm wants every row to begin.
+_ROW_ALIGNMENT = 8
 
 
 class DeviceCall(NamedTuple):
@@ -80,23 +82,38 @@ class DeviceCall(NamedTuple):
         return self.plans[0]
 
 
-def unsupported_reasons(device: torch.device, dtype: torch.dtype, plan: LinearPlan | None) -> list[str]:
+def unsupported_reasons(
+    device: torch.device, dtype: torch.dtype, plan: LinearPlan | None, features: tuple[int, int]
+) -> list[str]:
     """Why a call with sizes on the device cannot run; empty if it can.
 
     Args:
         device: of x.
         dtype: of the output.
         plan: of an expert, None for high precision.
+        features: in and out.
     """
     if plan is None:
-        on_gpu = device.type != "cpu" and dtype != torch.bfloat16
-        return [f"{dtype} in high precision: torch._grouped_mm takes bfloat16 on a GPU"] if on_gpu else []
-    quantizers = {"input": plan.input, "weight": plan.weight, "grad_output": plan.grad_output}
-    if any(not hasattr(quantizer, "spec") for quantizer in quantizers.values()):
+        return _plain_reasons(device, dtype, features)
+    if any(not hasattr(quantizer, "spec") for quantizer in (plan.input, plan.weight, plan.grad_output)):
         return ["its quantizers are watched, one cast an expert"]
     # The weight of a recipe has whole blocks where the input has parts of rows: one reason is enough.
-    reasons = granularity_reasons(plan.input.spec)  # type: ignore[attr-defined]
-    return reasons + device_reasons(device)
+    reasons = granularity_reasons(plan.input.spec) + device_reasons(device)  # type: ignore[attr-defined]
+    if not (plan.dgrad_fp8 and plan.wgrad_fp8):
+        reasons += _plain_reasons(device, dtype, features)
+    return reasons
+
+
+def _plain_reasons(device: torch.device, dtype: torch.dtype, features: tuple[int, int]) -> list[str]:
+    """Those of products in high precision: what torch._grouped_mm takes on a GPU."""
+    if device.type == "cpu":
+        return []
+    reasons = []
+    if dtype != torch.bfloat16:
+        reasons.append(f"{dtype} in high precision: torch._grouped_mm takes bfloat16; run under torch.autocast")
+    if features[0] % _ROW_ALIGNMENT or features[1] % _ROW_ALIGNMENT:
+        reasons.append(f"{features[0]} x {features[1]} features in high precision: they must be multiples of 8")
+    return reasons
 
 
 def grouped_linear_on_device(

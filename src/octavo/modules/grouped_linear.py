@@ -228,7 +228,8 @@ class GroupedLinear(nn.Module):
         elif any(call.gather for call in calls):
             raise ValueError(f"m_splits is on {x.device}, and amaxes are being calibrated{_REMEDY}")
         dtype = fp8_dtype(x)
-        reasons = unsupported_reasons(x.device, dtype, None if plans is None else plans[0])
+        features = self.in_features, self.out_features
+        reasons = unsupported_reasons(x.device, dtype, None if plans is None else plans[0], features)
         if reasons:
             raise ValueError(
                 f"m_splits is on {x.device}, and there is no grouped product for {'; '.join(reasons)}{_REMEDY}"

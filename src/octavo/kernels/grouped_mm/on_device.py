@@ -134,7 +134,10 @@ def plain_grouped_mm_over_rows(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_sum(x: Tensor, ends: Tensor) -> Tensor:
-    """Sums of the rows of each group of x [M, N] -> float32 [E, N]."""
+    """Sums of the rows of each group of x [M, N] -> float32 [E, N].
+
+    On a GPU a column with an entry that is not finite gives NaN in every group, since it is a product with 0 and 1.
+    """
     launch = _sums if torch.compiler.is_compiling() else _launch_sums
     result: Tensor = launch(x, ends)
     return result

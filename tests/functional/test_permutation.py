@@ -141,6 +141,8 @@ def test_what_does_not_fit_is_refused() -> None:
     x, chosen = torch.randn(T, H), indices()
     with pytest.raises(ValueError, match="give num_experts"):
         octavo.permute_tokens(x, chosen)
+    with pytest.raises(ValueError, match="names expert 4: experts are 0 to 3"):
+        octavo.permute_tokens(x, torch.full((T, 1), 4), num_experts=4)
     with pytest.raises(ValueError, match="num_out_tokens is 7, and the mask chooses 26"):
         octavo.permute_tokens(x, mask_of(chosen), num_out_tokens=7)
     with pytest.raises(ValueError, match="num_experts is 4, and the mask has 5"):

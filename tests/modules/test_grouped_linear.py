@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 import torch
 import torch.utils.checkpoint
-from tests.measures import sqnr_db
+from tests.measures import relative_error, sqnr_db
 from tests.modules.compositions import RECIPES, under
 from torch import Tensor, nn
 
@@ -406,3 +406,31 @@ def test_the_pages_code_runs() -> None:
     assert names["y"].shape == (50, 64)
     assert bool(names["y"].isfinite().all())
     assert bool(names["up"].weight0.grad.abs().sum() > 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "rowwise, high precision wgrad", "none"])
+def test_on_a_gpu_nothing_waits_for_sizes_and_both_ways_agree(recipe: str) -> None:
+    """The same codes; products differ by their accumulators (2^-13 of the result for each of sqrt(11 d / 32), d 256)
+    and by three roundings to bfloat16."""
+    layer = octavo.GroupedLinear(3, 256, 128, device="cuda", dtype=BF16)
+    twin = copy.deepcopy(layer)
+    x, dy = torch.randn(77, 256).to("cuda", BF16), torch.randn(77, 128).to("cuda", BF16)
+    even, splits = [26, 26, 25], [7, 0, 70]
+    sizes = [torch.tensor(one, device="cuda") for one in (even, splits)]
+    outs = []
+    for module, steps in ((layer, (even, splits)), (twin, sizes)):
+        for number, given in enumerate(steps):
+            xx = x.clone().requires_grad_()
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error" if number and module is twin else "default")
+            try:
+                with under(RECIPES[recipe]):
+                    y = module(xx, given)
+                found = all_gradients(y, xx, of(module), dy)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        outs.append(found)
+    for one, other in zip(*outs, strict=True):
+        assert bool(one.any()) == bool(other.any())
+        assert not one.any() or relative_error(one, other) < 0.03

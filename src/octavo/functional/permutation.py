@@ -72,7 +72,7 @@ def permute_tokens(
         top_k: of the mask form, at most how many experts a token has; E if left out. What is beyond is left out.
 
     Raises:
-        ValueError: shapes, dtypes or `num_out_tokens` do not fit.
+        ValueError: shapes, dtypes, experts or `num_out_tokens` do not fit.
     """
     _check(x, routing, probs)
     if routing.dtype == torch.bool:
@@ -207,6 +207,7 @@ def _combined(rows: Tensor, weights: Tensor | None, inverse: Tensor) -> Tensor:
 def _map_of_indices(routing: Tensor, num_experts: int) -> tuple[TokenMap, Tensor]:
     tokens, k = routing.shape
     flat = routing.reshape(-1)
+    _check_range(flat, num_experts)
     # 1. Stable: the tokens of an expert stay in their order.  [T k] -> [M]
     slot = torch.sort(flat, stable=True).indices
     # 2. Where each has gone.  [M] -> [T, k]
@@ -239,6 +240,15 @@ def _map_of_mask(mask: Tensor, num_rows: int | None, top_k: int | None) -> tuple
     slot = flat.new_zeros(num_rows + 1).scatter_(0, target.reshape(-1), flat.reshape(-1))[:num_rows]
     splits = mask.sum(0, dtype=torch.int32)
     return TokenMap(slot // width, slot, inverse, column), splits
+
+
+def _check_range(flat: Tensor, num_experts: int) -> None:
+    inside = ((flat >= 0) & (flat < num_experts)).all()
+    if flat.is_cuda or torch.compiler.is_compiling():
+        torch._assert_async(inside, "routing names an expert that there is not")
+    elif not inside:
+        outside = flat[(flat < 0) | (flat >= num_experts)][0]
+        raise ValueError(f"routing names expert {int(outside)}: experts are 0 to {num_experts - 1}")
 
 
 def _check_count(mask: Tensor, num_rows: int) -> None:

@@ -19,11 +19,16 @@ K, N = 40, 24
 FEATURES = K, N
 STEPS = ([0, 7, 33, 3], [40, 0, 0, 3], [10, 10, 10, 13], [0, 0, 43, 0])
 # By block there is no grouped product.
-GROUPED = [name for name in RECIPES if name != "block"] + ["rowwise, input kept"]
+KEPT = {
+    "rowwise, input kept": RowwiseScaling(saved_input="high_precision"),
+    "current, input kept, any scale": CurrentScaling(saved_input="high_precision"),
+    "measured first, input kept": DelayedScaling(saved_input="high_precision", initialise_from_first_batch=True),
+}
+GROUPED = [*(name for name in RECIPES if name != "block"), *KEPT]
 
 
 def recipe_of(name: str) -> octavo.recipes.Recipe | None:
-    return RowwiseScaling(saved_input="high_precision") if name == "rowwise, input kept" else RECIPES[name]
+    return KEPT[name] if name in KEPT else RECIPES[name]
 
 
 def same_step(

@@ -159,7 +159,7 @@ class _GroupedOnDevice(torch.autograd.Function):
             if columnwise:
                 kept[:2] = operand.codes_t, operand.scale_t
             elif needs_dw and call.keeps_input:
-                kept[1] = operand.scales
+                kept[1] = operand.by_group
             if needs_dx and call.dgrad_fp8:
                 kept[2:4] = _stacked(made, column_wise=True)
         keeps_x = needs_dw and (not call.wgrad_fp8 or call.keeps_input)

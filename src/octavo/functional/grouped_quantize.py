@@ -24,14 +24,14 @@ _MEASURED = ScaleRule()
 class GroupedOperand(NamedTuple):
     """codes [M, K'] with scale [M, 1], codes_t [K', C] with scale_t [E, K', 1]; None for what was not asked for.
 
-    `scales` [E] are those of the groups, None of scales by row.
+    `by_group` [2, E] holds the groups' multipliers and their scales; None of scales by row.
     """
 
     codes: Tensor | None
     scale: Tensor | None
     codes_t: Tensor | None
     scale_t: Tensor | None
-    scales: Tensor | None
+    by_group: Tensor | None
 
     @property
     def row_wise(self) -> tuple[Tensor, Tensor]:
@@ -80,14 +80,13 @@ def quantize_groups(
 
 
 def quantize_groups_again(
-    x: Tensor, groups: Groups, quantizers: Sequence[Any], scales: Tensor | None
+    x: Tensor, groups: Groups, quantizers: Sequence[Any], by_group: Tensor | None
 ) -> GroupedOperand:
-    """The column-wise codes of an x that was cast row-wise before, `scales` being those of that cast."""
+    """The column-wise codes of an x that was cast row-wise before, `by_group` being that cast's."""
     spec: QuantizeSpec = quantizers[0].spec
-    if scales is None:
+    if by_group is None:
         return _by_row(x, groups, spec, False, True)
-    m, _ = multipliers(scales, spec.format, None)
-    return _cast(x, groups, spec, m, scales, False, True)
+    return _cast(x, groups, spec, by_group[0], by_group[1], False, True)
 
 
 def _amax(x: Tensor, groups: Groups) -> Tensor:
@@ -105,7 +104,7 @@ def _cast(
     codes, codes_t = grouped_cast(x, groups, spec.format, by_row, by_column, inf_to_nan=spec.inf_to_nan)
     scale = scales[groups.group][:, None] if rowwise else None
     scale_t = None if codes_t is None else scales[:, None, None].expand(-1, codes_t.shape[0], 1).contiguous()
-    return GroupedOperand(codes, scale, codes_t, scale_t, scales)
+    return GroupedOperand(codes, scale, codes_t, scale_t, torch.stack((m, scales)))
 
 
 def _by_row(x: Tensor, groups: Groups, spec: QuantizeSpec, rowwise: bool, columnwise: bool) -> GroupedOperand:

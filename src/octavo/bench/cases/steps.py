@@ -84,7 +84,8 @@ def step_figures(session: Session, case: ModelCase, variant: Variant, samples: i
     """Train a fresh model for a few steps -> time, rate, memory.
 
     `build_s` is building, converting and, for a captured variant, capturing; `warm_s` the first steps, in which the
-    compiler works.
+    compiler works. A replay allocates nothing: what a graph holds was allocated when it was recorded. So memory counts
+    from before the recording: a captured step's is made while it is built, the compiler's in the first steps.
     """
     session.forget_compiled()
     session.release()
@@ -97,13 +98,16 @@ def step_figures(session: Session, case: ModelCase, variant: Variant, samples: i
     )
     session.synchronise()
     built = time.perf_counter()
+    if session.on_gpu and not variant.graph:
+        # What eager steps before compiling have left is no part of the compiled ones.
+        session.release()
+        torch.cuda.reset_peak_memory_stats(session.device)
     warm_up, count = (3, 6) if session.settings.quick or small else (6, 12)
     for _ in range(warm_up):
         training.step()
     session.synchronise()
     warmed = time.perf_counter()
-    # A replay allocates nothing: what a graph holds was allocated when it was captured, and counts from then on.
-    if session.on_gpu and not variant.graph:
+    if session.on_gpu and not replays(variant):
         torch.cuda.reset_peak_memory_stats(session.device)
     timing = timed_steps(training.step, count, session.synchronise)
     sizes = case.small if small else case.sizes
@@ -112,6 +116,11 @@ def step_figures(session: Session, case: ModelCase, variant: Variant, samples: i
     figures |= {"build_s": round(built - start, 2), "warm_s": round(warmed - built, 2)}
     figures |= {"converted": training.layers, "parameters": training.parameters, "loss": float(training.loss())}
     return figures | memory_figures(session)
+
+
+def replays(variant: Variant) -> bool:
+    """Whether a measured step replays what was recorded before: as told, or as the compiler does."""
+    return bool(variant.graph) or variant.compiled == "reduced"
 
 
 def memory_figures(session: Session) -> Row:

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.functional.products import count, in_high_precision, refuse_second_derivative, unpadded
 from octavo.functional.shared_input import as_rows, quantize_input
-from octavo.kernels import padded, runs_natively, scaled_mm
+from octavo.kernels import padded, scaled_mm
 from octavo.runtime import LinearPlan
 from octavo.tensor import Operand, QuantizedTensor, operand_of
 
@@ -101,13 +102,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        # Gradients are enabled in a backward only for create_graph=True. (The compiler refuses that by itself.)
         traced = torch.compiler.is_compiling()
-        if torch.is_grad_enabled() and not traced:
-            raise RuntimeError(
-                "create_graph=True asks for the gradient of a gradient, which FP8 products do not have: the part of it"
-                " that goes through this layer would be missing. Run it under octavo.autocast(enabled=False)"
-            )
+        refuse_second_derivative()
         plan: LinearPlan
         plan, x_shape, x_dtype, out_dtype, weight_dtype, bias_dtype = ctx.about
         x_codes_t, x_scale_t, w_codes_t, w_scale_t, x_high, w_high = ctx.saved_tensors
@@ -124,12 +120,12 @@ class _Linear(torch.autograd.Function):
         # 2. dgrad.  [M, N] @ [N, K] -> [M, K]
         if dgrad_fp8 and codes is not None:
             dy_codes, dy_scale = codes.row_wise
-            _count(plan, "dgrad", dy_codes, w_codes_t, dy_scale)
+            count(plan, "dgrad", dy_codes, w_codes_t, dy_scale)
             dx = scaled_mm(dy_codes, w_codes_t, dy_scale, w_scale_t, None, out_dtype, plan.accumulate.dgrad)
-            dx = _unpadded(dx, num_rows, num_in, traced)
+            dx = unpadded(dx, num_rows, num_in, traced)
         elif needs_dx:
-            _count(plan, "dgrad", None, None)
-            dx = rows @ _high(w_high, rows.dtype)
+            count(plan, "dgrad", None, None)
+            dx = rows @ in_high_precision(w_high, rows.dtype)
         if dx is not None:
             dx = (dx if len(x_shape) == 2 else dx.reshape(x_shape)).to(x_dtype)
         # 3. wgrad.  [N, M] @ [M, K] -> [N, K]
@@ -139,11 +135,11 @@ class _Linear(torch.autograd.Function):
                 after = dy_scale if traced else None
                 again = plan.input.again(as_rows(x_high), x_scale_t, after)  # type: ignore[attr-defined]
                 x_codes_t, x_scale_t = again.column_wise
-            _count(plan, "wgrad", dy_codes, x_codes_t, dy_scale)
+            count(plan, "wgrad", dy_codes, x_codes_t, dy_scale)
             dw = scaled_mm(dy_codes, x_codes_t, dy_scale, x_scale_t, None, weight_dtype, plan.accumulate.wgrad)
-            dw = _unpadded(dw, num_out, num_in, traced)
+            dw = unpadded(dw, num_out, num_in, traced)
         elif needs_dw:
-            _count(plan, "wgrad", None, None)
+            count(plan, "wgrad", None, None)
             dw = (rows.t() @ as_rows(x_high)).to(weight_dtype)
         # 4. dbias, of the high-precision dy.  [M, N] -> [N]
         if needs_db:
@@ -168,7 +164,7 @@ def _fprop(
     """[M', K'] @ [K', N'] -> [..., N]"""
     codes, scale = x_operand.row_wise
     w_codes, w_scale = w_operand.row_wise
-    _count(plan, "fprop", codes, w_codes, scale)
+    count(plan, "fprop", codes, w_codes, scale)
     if bias is not None:
         # In the dtype of the output, as torch.autocast would have it; the product adds no other without a pass more.
         bias = bias.to(out_dtype)
@@ -176,31 +172,10 @@ def _fprop(
             bias = torch.nn.functional.pad(bias, (0, padded(num_out) - num_out))
     y = scaled_mm(codes, w_codes, scale, w_scale, bias, out_dtype, plan.accumulate.fprop)
     traced, lead = torch.compiler.is_compiling(), x.shape[:-1]
-    rows = _unpadded(y, lead.numel(), num_out, traced)
+    rows = unpadded(y, lead.numel(), num_out, traced)
     if len(lead) == 1 and rows is y:
         return y
     # A view made inside an autograd Function could not be changed in place by the user; this one is not known as a
     # view. (`resize_` would count as a change of what a selective checkpoint has saved.)
     shaped: Tensor = _unsafe_view(rows, (*lead, num_out))
     return shaped
-
-
-def _unpadded(out: Tensor, rows: int, columns: int, traced: bool) -> Tensor:
-    """The real part of a product of padded operands, contiguous."""
-    # Whether tokens were padded is not asked while compiling: each answer would be a graph of its own.
-    if traced or out.shape[0] != rows:
-        out = out.narrow(0, 0, rows)
-    return out if out.shape[1] == columns else out[:, :columns].contiguous()
-
-
-def _high(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight.to(dtype)
-
-
-def _count(plan: LinearPlan, gemm: str, a: Tensor | None, b: Tensor | None, scale_a: Tensor | None = None) -> None:
-    if plan.counter is None:
-        return
-    if a is None or b is None:
-        plan.counter.add(plan.name, gemm, "high precision")
-    else:
-        plan.counter.add(plan.name, gemm, "fp8" if runs_natively(a, b, scale_a) else "fp8 emulated")

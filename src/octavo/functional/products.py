@@ -79,7 +79,7 @@ def fprop(x: Operand, w: Operand, bias: Tensor | None, extents: Extents, plan: L
         if padded(num_out) != num_out:
             bias = torch.nn.functional.pad(bias, (0, padded(num_out) - num_out))
     y = scaled_mm(codes, w_codes, scale, w_scale, bias, dtype, plan.accumulate.fprop)
-    return _unpadded(y, extents.tokens, num_out)
+    return unpadded(y, extents.tokens, num_out, torch.compiler.is_compiling())
 
 
 def fp8_layouts(plan: LinearPlan, needs: Needs) -> tuple[bool, bool]:
@@ -118,11 +118,11 @@ def _dgrad(dy: Gradient, w: Kept, needs: Needs, extents: Extents, plan: LinearPl
         codes, scale = dy.codes.row_wise
         count(plan, "dgrad", codes, w.codes_t, scale)
         dx = scaled_mm(codes, w.codes_t, scale, w.scale_t, None, extents.dtype, plan.accumulate.dgrad)
-        return _unpadded(dx, extents.tokens, extents.num_in)
+        return unpadded(dx, extents.tokens, extents.num_in, torch.compiler.is_compiling())
     count(plan, "dgrad", None, None)
     assert dy.rows is not None, "a product in high precision takes dy itself"
     assert w.high is not None, "the forward kept it"
-    return dy.rows @ _high(w.high, dy.rows.dtype)
+    return dy.rows @ in_high_precision(w.high, dy.rows.dtype)
 
 
 def _wgrad(dy: Gradient, x: Kept, needs: Needs, extents: Extents, plan: LinearPlan) -> Tensor | None:
@@ -136,7 +136,7 @@ def _wgrad(dy: Gradient, x: Kept, needs: Needs, extents: Extents, plan: LinearPl
         codes, scale = dy.codes.column_wise
         count(plan, "wgrad", codes, x.codes_t, scale)
         dw = scaled_mm(codes, x.codes_t, scale, x.scale_t, None, extents.weight_dtype, plan.accumulate.wgrad)
-        return _unpadded(dw, extents.num_out, extents.num_in)
+        return unpadded(dw, extents.num_out, extents.num_in, torch.compiler.is_compiling())
     count(plan, "wgrad", None, None)
     assert dy.rows is not None, "a product in high precision takes dy itself"
     assert x.high is not None, "the forward kept it"
@@ -194,14 +194,15 @@ def count(plan: LinearPlan, gemm: str, a: Tensor | None, b: Tensor | None, scale
         plan.counter.add(plan.name, gemm, "fp8" if runs_natively(a, b, scale_a) else "fp8 emulated")
 
 
-def _unpadded(out: Tensor, rows: int, columns: int) -> Tensor:
+def unpadded(out: Tensor, rows: int, columns: int, traced: bool) -> Tensor:
     """The real part of a product of padded operands, contiguous."""
     # Whether tokens were padded is not asked while compiling: each answer would be a graph of its own.
-    if torch.compiler.is_compiling() or out.shape[0] != rows:
+    if traced or out.shape[0] != rows:
         out = out.narrow(0, 0, rows)
     return out if out.shape[1] == columns else out[:, :columns].contiguous()
 
 
-def _high(weight: Any, dtype: torch.dtype) -> Tensor:
+def in_high_precision(weight: Any, dtype: torch.dtype) -> Tensor:
+    """A weight as a matrix of this dtype."""
     high: Tensor = weight.dequantize(dtype) if isinstance(weight, QuantizedTensor) else weight.to(dtype)
     return high

@@ -41,6 +41,17 @@ def step(rival: str, ms: float | None, model: str = "vit", **more: Any) -> Row:
     return about | {"status": "measured", "reason": None, "warm_s": 20.0, "converted": 128} | figures | more
 
 
+def layer(rival: str, ms: float | None, **more: Any) -> Row:
+    library, graph = "torch" if rival.startswith("bf16") else rival.partition("-")[0], "graphed"
+    recipe = "" if "bf16" in rival else rival.split("-")[1]
+    about = {"kind": "layer", "shape": [1024, 8, 768, 3072, 12], "rival": rival, "library": library, "recipe": recipe}
+    about |= {"graph": graph if rival.endswith(graph) else "", "method": "wall"}
+    if ms is None:
+        return about | {"status": "skipped", "reason": "time limit"} | more
+    figures = {"ms": ms, "ms_p10": ms, "ms_p90": ms, "host_us": 500 * ms, "peak_gib": 1.0, "per_s": 8192e3 / ms}
+    return about | {"status": "measured", "reason": None, "unit": "tokens/s"} | figures | more
+
+
 def host(rival: str, us: float, ratio: float) -> Row:
     library = "torch" if rival == "bf16" else rival.partition("-")[0]
     about = {"kind": "host", "shape": [256, 1024, 1024], "rival": rival, "library": library, "method": "host"}
@@ -82,4 +93,10 @@ def whole() -> list[Row]:
     batch |= {"status": "measured", "reason": None, "peak_gib": 19.5, "ms": 80.0, "per_s": 350.0, "unit": "images/s"}
     others = [cast("copy", 1.0), cast("delayed", 0.91), cast("delayed", 0.8, (8192, 768)), cast("rowwise", 0.7)]
     hosts = [host("bf16", 190.0, 1.0), host("octavo-delayed", 570.0, 3.0), host("te-delayed", 1500.0, 7.9)]
-    return [run(), ceiling, *others, *linears, *hosts, *steps, batch, section("casts"), section("steps")]
+    layers = [
+        layer("bf16", 6.0),
+        layer("octavo-delayed", 4.0),
+        layer("te-delayed", 8.0),
+        layer("te-block-graphed", None),
+    ]
+    return [run(), ceiling, *others, *linears, *hosts, *steps, *layers, batch, section("casts"), section("steps")]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from octavo.bench.judging import BeatsPeer, CastRate, HostRatio, LinearTime, StepMemory, StepSpeed, WarmUp
+from octavo.bench.judging import BeatsPeer, CastRate, HostRatio, LayerSpeed, LinearTime, StepMemory, StepSpeed, WarmUp
 from octavo.bench.targets import TARGETS, target_rows
 from tests.bench import rows as made
 
@@ -37,7 +37,7 @@ def test_every_target_has_its_derivation_and_a_line_of_its_own() -> None:
     assert len(set(lines)) == len(lines)
     assert all(target.derivation for target in TARGETS)
     fused = [row for row in target_rows(made.whole()) if "needs fused layers" in row["reason"]]
-    assert len(fused) == 4
+    assert [row["what"] for row in fused] == ["Inference of GPT-2 and the Llama layers"]
     assert {row["verdict"] for row in fused} == {"not measured"}
 
 
@@ -126,3 +126,43 @@ def test_host_time_names_the_peers() -> None:
     rows = [made.host("octavo-delayed", 600.0, 3.2), made.host("te-delayed", 1500.0, 7.9)]
     verdict = HostRatio("octavo-delayed", 3.0)(rows)
     assert (verdict.verdict, verdict.reason) == ("miss", "te-delayed 7.9x")
+
+
+LAYER = (1024, 8, 768, 3072, 12)
+
+
+def test_a_transformer_layer_is_judged_against_the_faster_of_both_in_bf16() -> None:
+    rows = [made.layer("bf16", 17.0), made.layer("bf16-composed", 16.0), made.layer("te-bf16", 15.0)]
+    rows += [made.layer("octavo-current", 10.0), made.layer("octavo-delayed", 8.0)]
+    # 16 / 8; a graphed one is no rival, and another shape's is none.
+    rows += [made.layer("octavo-delayed-graphed", 1.0), made.layer("octavo-block", 1.0, shape=[1, 1, 1, 1, 1])]
+    verdict = LayerSpeed(LAYER, least=2.0)(rows)
+    assert verdict.verdict == "pass"
+    assert verdict.measured == "2.000x (8 against 16 ms)"
+    assert verdict.reason.startswith("octavo-delayed against bf16-composed; in ms: bf16 17, te-bf16 15, octavo-current")
+    assert LayerSpeed(LAYER, least=2.01)(rows).verdict == "miss"
+
+
+def test_a_small_layer_beats_the_peers_fp8_and_is_graphed_beside_bf16_graphed() -> None:
+    rows = [made.layer("te-bf16", 3.0), made.layer("te-delayed", 8.0), made.layer("te-block", 7.0)]
+    assert LayerSpeed(LAYER, peer="te")([*rows, made.layer("octavo-current", 6.9)]).verdict == "pass"
+    assert LayerSpeed(LAYER, peer="te")([*rows, made.layer("octavo-current", 7.0)]).verdict == "miss"
+    graphed = [made.layer("bf16-graphed", 1.1), made.layer("bf16", 0.1), made.layer("octavo-delayed-graphed", 1.0)]
+    assert LayerSpeed(LAYER, "graphed", 1.10)(graphed).verdict == "pass"
+    assert LayerSpeed(LAYER, "graphed", 1.11)(graphed).verdict == "miss"
+
+
+def test_of_a_layer_too_what_lacks_is_named() -> None:
+    rule = LayerSpeed(LAYER, peer="te")
+    assert rule([]).reason == "the layer was not asked for in this run"
+    own = made.layer("octavo-current", 6.0)
+    assert rule([own, made.layer("te-delayed", None)]).reason == "te-delayed: time limit"
+    assert rule([own, made.layer("te-bf16", 6.0)]).reason == "it has no FP8"
+
+
+def test_a_step_of_layers_is_judged_against_the_fastest_reference_of_both_models() -> None:
+    rule = StepSpeed("vit-layers", "bf16-compiled", 1.30, beside=("vit",))
+    rows = [made.step("octavo-delayed-compiled", 60.0, "vit-layers"), made.step("bf16-compiled", 90.0, "vit-layers")]
+    assert rule(rows).verdict == "pass"
+    verdict = rule([*rows, made.step("bf16-compiled", 75.0), made.step("octavo-delayed-compiled", 10.0)])
+    assert (verdict.verdict, verdict.measured) == ("miss", "1.250x (60.0 against 75.0 ms of vit)")

@@ -153,7 +153,7 @@ def test_targets_that_were_not_measured_stand_together_by_reason() -> None:
     lines = [line.rstrip() for line in printed(whole(), 120).splitlines()]
     assert lines.count("needs fused layers: not measured here") == 1
     place = lines.index("needs fused layers: not measured here")
-    assert lines[place + 1] == "  ViT-Huge step, fused layers: ≥ 1.30x BF16 compiled, ≥ 1.55x eager"
+    assert lines[place + 1] == "  Inference of GPT-2 and the Llama layers: prefill of the Llama layers ≥ 1.5x"
     told = next(line for line in lines if line.startswith("· told"))
     assert told == "· told ViT-Huge, largest batch in 20 GiB: told"
 
@@ -266,3 +266,13 @@ def test_every_chart_draws_in_a_browser(tmp_path: Path) -> None:
     with check_page.opened_browser(chromium) as browser:
         expected = frozenset({"casts", "linear", "host", "steps"})
         assert check_page.page_problems(browser, tmp_path / "report.html", expected) == []
+
+
+def test_a_layer_is_shown_with_wall_and_host_time_beside_bf16_and_the_best_peer() -> None:
+    (section,) = [section for section in bench_sections(Record(whole())) if section.name == "layers"]
+    (table,) = section.tables
+    assert table.caption.startswith("Sequence × batch × hidden × ffn × heads = 1024 × 8 × 768 × 3072 × 12")
+    cells = {row[0].text: [cell.text for cell in row] for row in table.rows}
+    # 6 ms of BF16 and 8 of the peer, by 4; the host's 500 µs a ms.
+    assert cells["Octavo delayed"][3:6] == ["1.50×", "2.00×", "2.00"]
+    assert any("TE block, graphed" in note and "time limit" in note for note in table.notes)

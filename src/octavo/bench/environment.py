@@ -30,7 +30,11 @@ PROTOCOL = {
     "steps": "AdamW fused, torch.autocast bf16, fp32 parameters; zero_grad(set_to_none=True) before the"
     " forward; wall time, synchronised after each step; compiled: one region a block, with delayed scaling after three"
     " eager steps, in which scales become known (else three graphs are compiled one after another)",
-    "memory": "the largest allocation during the measured steps, of one model alone: the others freed before",
+    "memory": "the largest allocation during the measured steps, of one model alone: the others freed before; of steps"
+    " that replay what was recorded, from before the recording on",
+    "layers": "forward and backward of one TransformerLayer, bf16 parameters, causal, no dropout; wall: calls in a row"
+    " until the device is done; host: until they return, the queue empty before; memory: of the layer, its gradients"
+    " and a step, since the layer was built",
 }
 
 

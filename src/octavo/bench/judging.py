@@ -169,16 +169,20 @@ def fastest_octavo(rows: Sequence[Row], model: str) -> Row | None:
 
 @dataclass(frozen=True)
 class StepSpeed:
-    """Octavo's fastest variant is `least` times as fast as a reference."""
+    """Octavo's fastest variant is `least` times as fast as a reference; `beside` are models that give one as well."""
 
     model: str
     reference: str
     least: float
+    beside: tuple[str, ...] = ()
 
     def __call__(self, rows: Sequence[Row]) -> Verdict:
         """Against the fastest measurement of the reference in the same run."""
         own = fastest_octavo(rows, self.model)
-        references = [row for row in _steps(rows, self.model) if row["rival"] == self.reference]
+        references = [
+            row for model in (self.model, *self.beside) for row in _steps(rows, model)
+            if row["rival"] == self.reference
+        ]  # fmt: skip
         if own is None:
             return _not_measured(_lack(_find(rows, "step", model=self.model, library="octavo"), "Octavo") or "")
         if not references:
@@ -186,12 +190,53 @@ class StepSpeed:
             return _not_measured(_lack(said, self.reference) or "")
         best = min(references, key=lambda row: float(row["ms"]))
         speed = best["ms"] / own["ms"]
-        words = f"{speed:.3f}x ({own['ms']:.1f} against {best['ms']:.1f} ms)"
+        whose = f" of {best['model']}" if self.beside else ""
+        words = f"{speed:.3f}x ({own['ms']:.1f} against {best['ms']:.1f} ms{whose})"
         others = [
             f"{row['rival']} {best['ms'] / row['ms']:.2f}x" for row in _steps(rows, self.model)
             if row["library"] in ("te", "torchao") or row["graph"]
         ]  # fmt: skip
         return Verdict(words, _verdict(speed >= self.least), "; ".join([own["rival"], *others]))
+
+
+def _layers(rows: Sequence[Row], shape: tuple[int, ...], graph: str) -> list[Row]:
+    """The measured TransformerLayers of a shape, launched in one way."""
+    found = [row for row in rows if row["kind"] == "layer" and row.get("shape") == list(shape)]
+    return [row for row in found if row["status"] == "measured" and row["graph"] == graph]
+
+
+def _fastest(rows: Sequence[Row]) -> Row | None:
+    return min(rows, key=lambda row: float(row["ms"])) if rows else None
+
+
+@dataclass(frozen=True)
+class LayerSpeed:
+    """Octavo's fastest recipe in a TransformerLayer is `least` times as fast as BF16, launched in the same way.
+
+    BF16 is the faster of Octavo's layer under no recipe and torch's own composition. With `peer` it is a peer's fastest
+    FP8 instead, which is to be beaten.
+    """
+
+    shape: tuple[int, ...]
+    graph: str = ""
+    least: float = 1.0
+    peer: str = ""
+
+    def __call__(self, rows: Sequence[Row]) -> Verdict:
+        """By wall time, in one run; the others are named."""
+        measured = _layers(rows, self.shape, self.graph)
+        own = _fastest([row for row in measured if row["library"] == "octavo"])
+        against = [row for row in measured if row["library"] == (self.peer or "torch")]
+        best = _fastest([row for row in against if row["recipe"] or not self.peer])
+        if own is None or best is None:
+            lacking = "octavo" if own is None else self.peer or "torch"
+            row = _find(rows, "layer", shape=list(self.shape), graph=self.graph, library=lacking)
+            return _not_measured(_lack(row, "the layer" if row is None else str(row["rival"])) or "it has no FP8")
+        speed = best["ms"] / own["ms"]
+        words = f"{speed:.3f}x ({own['ms']:.4g} against {best['ms']:.4g} ms)"
+        passed = speed > 1 if self.peer else speed >= self.least
+        beside = [f"{row['rival']} {row['ms']:.4g}" for row in measured if row not in (own, best)]
+        return Verdict(words, _verdict(passed), f"{own['rival']} against {best['rival']}; in ms: {', '.join(beside)}")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo.modules import TransformerLayer
+
 Sizes = dict[str, int]
 
 
@@ -82,6 +84,36 @@ def _vit(sizes: Sizes) -> nn.Module:
         num_heads=sizes["heads"],
     )
     return model
+
+
+class LayersViT(nn.Module):
+    """A vision transformer without a class token, of TransformerLayers: images [N, 3, size, size] -> [N, classes].
+
+    As timm's with global_pool="avg": patches, positions, layers, the mean over the tokens, a norm, a head.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        width, patch = sizes["width"], sizes["patch"]
+        tokens = (sizes["image"] // patch) ** 2
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.positions = nn.Parameter(0.02 * torch.randn(1, tokens, width))
+        self.blocks = nn.ModuleList(
+            TransformerLayer(
+                width, 4 * width, sizes["heads"], attn_input_format="bshd", self_attn_mask_type="no_mask", eps=1e-6
+            )
+            for _ in range(sizes["layers"])
+        )
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.head = nn.Linear(width, sizes["classes"])
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits."""
+        x = self.patches(images).flatten(2).transpose(1, 2) + self.positions  # [N, tokens, width]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x.mean(1)))
+        return logits
 
 
 def _images(sizes: Sizes, samples: int, device: torch.device) -> Batch:
@@ -196,5 +228,19 @@ CASES: dict[str, ModelCase] = {
         blocks=lambda model: list(model.transformer.h),
         loss=_token_loss,
         make_batch=_tokens,
+    ),
+    "vit-layers": ModelCase(
+        key="vit-layers",
+        needs="torch",
+        build=LayersViT,
+        sizes={"image": 256, "patch": 16, "width": 1280, "classes": 1024, "layers": 32, "heads": 16},
+        small={"image": 32, "patch": 8, "width": 64, "classes": 16, "layers": 2, "heads": 2},
+        batch=32,
+        small_batch=2,
+        unit="images/s",
+        per_sample=lambda sizes: 1,
+        blocks=lambda model: list(model.blocks),
+        loss=_image_loss,
+        make_batch=_images,
     ),
 }

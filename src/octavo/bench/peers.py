@@ -8,12 +8,15 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
+
+from octavo.modules import TransformerLayer
 
 TE_RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
 TORCHAO_RECIPES = ("tensorwise", "rowwise")
@@ -72,6 +75,71 @@ def te_linear(linear: nn.Linear) -> nn.Module:
             layer.bias.copy_(linear.bias)
     module: nn.Module = layer
     return module
+
+
+def te_transformer_layer(
+    hidden: int,
+    ffn: int,
+    heads: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    mask_type: str = "causal",
+    qkv_format: str = "sbhd",
+) -> nn.Module:
+    """Transformer Engine's TransformerLayer without dropout, which it would have by default."""
+    engine: Any = importlib.import_module("transformer_engine.pytorch")
+    module: nn.Module = engine.TransformerLayer(
+        hidden,
+        ffn,
+        heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        self_attn_mask_type=mask_type,
+        attn_input_format=qkv_format,
+        params_dtype=dtype,
+        device=device,
+    )
+    return module
+
+
+def te_graphed(layer: nn.Module, sample: torch.Tensor, recipe: Any) -> Callable[..., Any]:
+    """The layer's forward and backward as CUDA graphs by Transformer Engine; without FP8 for recipe None."""
+    engine: Any = importlib.import_module("transformer_engine.pytorch")
+    known = inspect.signature(engine.make_graphed_callables).parameters
+    options: dict[str, Any] = {}
+    if recipe is not None:  # renamed as the context was
+        options = {"enabled": True, "recipe": recipe} if "recipe" in known else {}
+        options = options or {"fp8_enabled": True, "fp8_recipe": recipe}
+    kind: Any = type(layer)
+    called = kind.__call__
+    try:
+        graphed: Callable[..., Any] = engine.make_graphed_callables(layer, (sample,), **options)
+    except Exception:
+        # It would leave its layers as if a capture went on, those too that are not graphed.
+        kind.__call__ = called
+        importlib.import_module("transformer_engine.pytorch.graph").set_capture_end()
+        raise
+    return graphed
+
+
+def swap_layers_for_te(model: nn.Module) -> int:
+    """Put Transformer Engine's TransformerLayers in the place of Octavo's, newly drawn -> how many."""
+    taken = [(name, module) for name, module in model.named_modules() if isinstance(module, TransformerLayer)]
+    for name, module in taken:
+        owner, _, own = name.rpartition(".")
+        attention, weight = module.self_attention, module.layernorm_mlp.fc1_weight
+        layer = te_transformer_layer(
+            module.hidden_size,
+            module.layernorm_mlp.ffn_hidden_size,
+            attention.num_attention_heads,
+            device=weight.device,
+            dtype=weight.dtype,
+            mask_type=attention.core_attention.rules.mask_type,
+            qkv_format=module.attn_input_format,
+        )
+        setattr(model.get_submodule(owner), own, layer)
+    return len(taken)
 
 
 def is_taken(name: str, module: nn.Module) -> bool:

@@ -9,10 +9,11 @@ import torch
 
 from octavo.bench.variants import parse_variant
 
-SECTIONS = ("ceilings", "casts", "linear", "host", "steps", "article")
-# The article's comparison trains at several batch sizes: minutes of its own, so it is asked for by name.
-DEFAULT_SECTIONS = SECTIONS[:-1]
-MODELS = ("vit", "llama", "gpt2")
+SECTIONS = ("ceilings", "casts", "linear", "host", "steps", "layers", "article")
+# What takes minutes of its own is asked for by name: twenty TransformerLayers a shape, the article's batch sizes.
+DEFAULT_SECTIONS = SECTIONS[:-2]
+MODELS = ("vit", "llama", "gpt2", "vit-layers")
+DEFAULT_MODELS = MODELS[:-1]
 RECORD = "record.jsonl"
 
 
@@ -35,7 +36,7 @@ class BenchSettings:
 
     out: Path
     only: tuple[str, ...] = DEFAULT_SECTIONS
-    models: tuple[str, ...] = MODELS
+    models: tuple[str, ...] = DEFAULT_MODELS
     variants: tuple[str, ...] | None = None
     quick: bool = False
     time_limit_s: float | None = None

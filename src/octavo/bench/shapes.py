@@ -7,6 +7,16 @@ from typing import NamedTuple
 Shape = tuple[int, int, int]
 
 
+class LayerShape(NamedTuple):
+    """Extents of a TransformerLayer and its input [seq, batch, hidden]."""
+
+    seq: int
+    batch: int
+    hidden: int
+    ffn: int
+    heads: int
+
+
 class Shapes(NamedTuple):
     """What a run measures.
 
@@ -16,6 +26,7 @@ class Shapes(NamedTuple):
         casts: matrices, rows and columns.
         linears: M, K, N.
         host: M, K, N of the layer whose host time is taken.
+        layers: of TransformerLayers.
     """
 
     matmuls: tuple[Shape, ...]
@@ -23,6 +34,7 @@ class Shapes(NamedTuple):
     casts: tuple[tuple[int, int], ...]
     linears: tuple[Shape, ...]
     host: Shape
+    layers: tuple[LayerShape, ...]
 
 
 LINEARS: tuple[Shape, ...] = (
@@ -35,6 +47,12 @@ LINEARS: tuple[Shape, ...] = (
 )
 HOST: Shape = (256, 1024, 1024)
 CAST = (16384, 8192)
+# The first is bound by the device, the others by the host.
+LAYERS: tuple[LayerShape, ...] = (
+    LayerShape(2048, 4, 4096, 16384, 32),
+    LayerShape(1024, 8, 768, 3072, 12),
+    LayerShape(256, 32, 1280, 5120, 16),
+)
 # From the least that no cache holds. One of 1 GiB was seen to be copied at two thirds of the others' rate.
 COPIES = tuple(size << 20 for size in (64, 128, 192, 256, 320, 384, 512))
 
@@ -53,6 +71,7 @@ FULL = Shapes(
     casts=(CAST, (16384, 14336), (16384, 4096), (4096, 4096), (8192, 5120), (8192, 1280), (8192, 768), (5120, 1280)),
     linears=LINEARS,
     host=HOST,
+    layers=LAYERS,
 )
 QUICK = Shapes(
     matmuls=((8192, 8192, 8192), (8192, 1280, 5120)),
@@ -60,6 +79,7 @@ QUICK = Shapes(
     casts=(CAST, (8192, 1280)),
     linears=((8192, 1280, 5120), (4096, 4096, 4096)),
     host=HOST,
+    layers=LAYERS,
 )
 # Small enough for two cores that emulate FP8: the path is exercised, and no figure says anything about FP8.
 CPU = Shapes(
@@ -68,6 +88,7 @@ CPU = Shapes(
     casts=((512, 256),),
     linears=((256, 128, 256),),
     host=(32, 64, 64),
+    layers=(LayerShape(16, 2, 64, 128, 4),),
 )
 
 

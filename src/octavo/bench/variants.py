@@ -20,11 +20,14 @@ from octavo.bench.peers import (
     convert_for_torchao,
     peer_reason,
     swap_for_te,
+    swap_layers_for_te,
     te_context,
     te_recipe,
 )
 from octavo.bench.rivals import octavo_recipes
 from octavo.conversion import convert
+from octavo.modules import TransformerLayer
+from octavo.recipes import Recipe
 from octavo.runtime import update_scales
 
 # Which layers stay as they are in every library: the model's head.
@@ -141,6 +144,8 @@ def variant_reason(variant: Variant, device: torch.device) -> str | None:
 def apply_variant(variant: Variant, model: nn.Module) -> Converted:
     """Convert a model in place, as the variant's library does; its head stays as it is.
 
+    A model of Octavo's TransformerLayers gets the recipe there, or Transformer Engine's in their place.
+
     Raises:
         ValueError: the library converts nothing of this model.
     """
@@ -151,16 +156,36 @@ def apply_variant(variant: Variant, model: nn.Module) -> Converted:
         recipe = octavo_recipes()[variant.recipe]
         if variant.lean:
             recipe = recipe.replaced(saved_input="high_precision")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a model without a layer to convert: `_counted` raises
-            report = convert(model, recipe, exclude=[HEAD])
+        layers = _give_recipe(model, recipe)
+        if not layers:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a model without a layer to convert: `_counted` raises
+                layers = len(convert(model, recipe, exclude=[HEAD]).converted)
         if recipe.delayed is None:
-            return _counted(Converted(len(report.converted), context), variant)
+            return _counted(Converted(layers, context), variant)
         after = functools.partial(update_scales, model)
-        return _counted(Converted(len(report.converted), context, after, _UNTIL_KNOWN), variant)
+        return _counted(Converted(layers, context, after, _UNTIL_KNOWN), variant)
     if variant.library == "te":
-        return _counted(Converted(swap_for_te(model), te_context(te_recipe(variant.recipe))), variant)
+        layers = swap_layers_for_te(model) or swap_for_te(model)
+        return _counted(Converted(layers, te_context(te_recipe(variant.recipe))), variant)
+    if _transformer_layers(model):
+        raise ValueError("torchao has no TransformerLayer: the model vit, of Linears, is where it is measured")
     return _counted(Converted(convert_for_torchao(model, variant.recipe)), variant)
+
+
+def _transformer_layers(model: nn.Module) -> list[TransformerLayer]:
+    return [module for module in model.modules() if isinstance(module, TransformerLayer)]
+
+
+def _give_recipe(model: nn.Module, recipe: Recipe) -> int:
+    """Switch FP8 on in the TransformerLayers of a model -> how many there are."""
+    layers = _transformer_layers(model)
+    for layer in layers:
+        for module in layer.modules():
+            part: Any = module
+            if "delayed_state" in module.__dict__:
+                part.recipe = recipe
+    return len(layers)
 
 
 def _lean() -> Any:

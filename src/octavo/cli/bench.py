@@ -32,9 +32,13 @@ _FIGURES = (
 
 OnlyOption = Annotated[
     str | None,
-    typer.Option(help=f"Sections, by comma: {', '.join(SECTIONS)}. Default: all but article, which takes minutes."),
+    typer.Option(
+        help=f"Sections, by comma: {', '.join(SECTIONS)}. Default: all but layers and article, which take minutes."
+    ),
 ]
-ModelsOption = Annotated[str | None, typer.Option(help=f"Models of the steps, by comma: {', '.join(MODELS)}.")]
+ModelsOption = Annotated[
+    str | None, typer.Option(help=f"Models of the steps, by comma: {', '.join(MODELS)}. Default: all but vit-layers.")
+]
 VariantsOption = Annotated[
     str | None,
     typer.Option(help="Variants of the steps, by comma: bf16-compiled, octavo-delayed, te-current … Default: all."),

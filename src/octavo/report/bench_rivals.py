@@ -19,6 +19,7 @@ _PLAIN = {
 _RECIPES = {"rowwise": "row-wise", "tensorwise": "tensor-wise"}
 _MODES = {
     "again": "again",
+    "composed": "of torch's parts",
     "cached": "weight cached",
     "context": "in autocast",
     "lean": "inputs made again",
@@ -33,6 +34,7 @@ _MODELS = {
     "vit": "ViT-Huge",
     "llama": "Llama-3-8B's widths, 8 layers",
     "gpt2": "GPT-2 small",
+    "vit-layers": "ViT-Huge of TransformerLayers",
 }
 
 

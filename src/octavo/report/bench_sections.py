@@ -149,6 +149,7 @@ def bench_sections(record: Record) -> list[Section]:
     """Every section, the targets first and the machine last."""
     linears = [bench_tables.linear_table(record, shape) for shape in grouped(record.all("linear"))]
     steps = _steps(record, "step")
+    layers = [bench_tables.layers_table(record, shape) for shape in grouped(record.all("layer"))]
     absent = "The record has no rows of this: the section was not asked for, or the time limit left it out."
     return [
         _section("targets", "Targets", "Each within one run, by one method.", [],
@@ -163,6 +164,8 @@ def bench_sections(record: Record) -> list[Section]:
                  [bench_charts.host_chart(record)], [bench_tables.host_table(record)], absent),
         _section("steps", "Training steps", "Forward, backward and AdamW of whole models, under autocast to BF16.",
                  [bench_charts.steps_chart(record)], steps, absent),
+        _section("layers", "TransformerLayers", "Wall time of forward and backward, causal, by itself and graphed.", [],
+                 layers, "These layers take minutes of their own: --only layers."),
         _section("article", "A larger batch in the same memory", "ViT-Huge, as in the article that inspired it.", [],
                  [*_steps(record, "article_step"), bench_tables.batch_table(record)],
                  "This comparison takes minutes of its own: --only article."),

@@ -222,6 +222,44 @@ def steps_table(record: Record, model: str, kind: str = "step") -> Table:
     return _with_notes(Table(model, columns, rows, drift))
 
 
+def layers_table(record: Record, shape: str) -> Table:
+    """One TransformerLayer of one shape, forward and backward: by itself, then graphed."""
+    group = grouped(record.all("layer")).get(shape, [])
+    rows = []
+    for row in group:
+        own, graph = look(text(row, "rival")), text(row, "graph")
+        alike = [other for other in measured(group, "ms") if text(other, "graph") == graph]
+        plain = [number(other, "ms") or 0.0 for other in alike if text(other, "library") == "torch"]
+        value = number(row, "ms")
+        rows.append(
+            [
+                Cell(own.label, color=own.color),
+                Cell(_figure(row, "ms")),
+                Cell(_spread(row, "ms")),
+                Cell(ratio(min(plain) / value) if plain and value else ABSENT),
+                Cell(_against(row, best_peer(alike, "ms"), "ms")),
+                Cell(optional(number(row, "host_us"), lambda us: significant(us / 1e3))),
+                Cell(optional(number(row, "peak_gib"), lambda gib: decimals(gib, 2))),
+                Cell(_rate(row)),
+                _note(row),
+            ]
+        )
+    columns = [
+        Column("Layer", numeric=False),
+        Column("Wall time", "ms"),
+        *_TIMES,
+        Column("Speed", "BF16 = 1"),
+        Column("Speed", "best peer = 1"),
+        Column("Host time", "ms"),
+        Column("Peak memory", "GiB"),
+        Column("Rate"),
+        _NOTE,
+    ]
+    note = "BF16 = 1: the faster of Octavo's layer without FP8 and one of torch's parts, launched in the same way."
+    caption = f"Sequence × batch × hidden × ffn × heads = {shape}: forward and backward"
+    return _with_notes(Table(caption, columns, rows, [note] if rows else []))
+
+
 def batch_table(record: Record) -> Table:
     """The largest batch under a limit of memory."""
     rows = []

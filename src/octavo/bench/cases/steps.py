@@ -16,7 +16,7 @@ from octavo.bench.variants import ON_CPU, ON_GPU, QUICK, Variant, parse_variant,
 # About what a variant takes on an H200, building and compiling included, before one of its kind was measured.
 _EAGER_SECONDS, _COMPILED_SECONDS, _WHOLE_SECONDS = 8.0, 25.0, 90.0
 # How the time of the section is shared out among models.
-_WEIGHTS = {"vit": 5.0, "llama": 4.0, "gpt2": 2.0}
+_WEIGHTS = {"vit": 5.0, "llama": 4.0, "gpt2": 2.0, "vit-layers": 4.0}
 
 
 def chosen_variants(session: Session) -> list[Variant]:

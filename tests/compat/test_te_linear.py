@@ -17,7 +17,7 @@ from torch import nn
 
 import octavo
 import octavo.compat.transformer_engine.pytorch as te
-from octavo.compat.transformer_engine.pytorch import linear as te_linear
+from octavo.compat.transformer_engine.pytorch import construction
 
 
 def recipe(length: int = 16, **changes: Any) -> DelayedScaling:
@@ -115,12 +115,12 @@ def test_third_positional_argument_is_sequence_parallel_and_changes_nothing_alon
 @pytest.fixture(autouse=True)
 def warned_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warning about the missing GPU has been given, so that tests may leave `device` at its default."""
-    monkeypatch.setattr(te_linear._Warned, "no_gpu", True)
+    monkeypatch.setattr(construction.Warned, "no_gpu", True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_layers_stand_on_the_cpu_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te_linear._Warned, "no_gpu", False)
+    monkeypatch.setattr(construction.Warned, "no_gpu", False)
     with pytest.warns(UserWarning, match="no CUDA device"):
         first = te.Linear(8, 8)
     with warnings.catch_warnings():

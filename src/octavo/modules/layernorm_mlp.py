@@ -149,6 +149,10 @@ class LayerNormMLP(NormalisedInput):
         reset_linear(self.fc1_weight, self.fc1_bias)
         reset_linear(self.fc2_weight, self.fc2_bias)
 
+    def taken_parameters(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """What the products take, fc1's weight and bias and fc2's: here the parameters themselves."""
+        return self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias
+
     def forward(self, x: Tensor, *, cached_weight: CachedWeight | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """y [..., hidden_size]; with `return_layernorm_output` (y, n [..., hidden_size]).
 
@@ -178,8 +182,9 @@ class LayerNormMLP(NormalisedInput):
         calls = [layer_call(part.delayed_state, part.recipe, part.layer_name) for part in self.parts]
         if calls[0].recipe is None or calls[1].recipe is None:
             return (self._composed_twice if recomputed else self._composed)(x, calls, cached_weight)
-        fc1 = self.fc1.planned(calls[0], self.fc1_weight)
-        fc2 = self.fc2.planned(calls[1], self.fc2_weight)
+        fc1_weight, fc1_bias, fc2_weight, fc2_bias = self.taken_parameters()
+        fc1 = self.fc1.planned(calls[0], fc1_weight)
+        fc2 = self.fc2.planned(calls[1], fc2_weight)
         # Whoever wraps a quantizer is told of each cast once.
         watched = self.fc1.observer is not None or self.fc2.observer is not None
         setup = NormMLP(
@@ -191,12 +196,11 @@ class LayerNormMLP(NormalisedInput):
             self.saved_activation_input == "fp8",
             recomputed and not watched,
         )
-        parameters = Parameters(
-            self.layer_norm_weight, self.layer_norm_bias, self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias
-        )
+        norm = self.layer_norm_weight, self.layer_norm_bias
+        parameters = Parameters(*norm, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
         operands = (
-            self.fc1.kept_operand(self.fc1_weight, fc1, cached_weight),
-            self.fc2.kept_operand(self.fc2_weight, fc2, cached_weight),
+            self.fc1.kept_operand(fc1_weight, fc1, cached_weight),
+            self.fc2.kept_operand(fc2_weight, fc2, cached_weight),
         )
         return norm_mlp(x, parameters, setup, operands)
 
@@ -205,22 +209,23 @@ class LayerNormMLP(NormalisedInput):
     ) -> tuple[Tensor, Tensor | None]:
         """One after the other, where a linear part is in high precision."""
         n: Tensor | None
+        fc1_weight, fc1_bias, fc2_weight, fc2_bias = self.taken_parameters()
         if calls[0].recipe is None:
             n = self.normalised(x)
-            z = plain_linear(n, self.fc1_weight, self.fc1_bias, self.fc1.delayed_state, calls[0])
+            z = plain_linear(n, fc1_weight, fc1_bias, self.fc1.delayed_state, calls[0])
         else:
-            plan = self.fc1.planned(calls[0], self.fc1_weight)
+            plan = self.fc1.planned(calls[0], fc1_weight)
             setup = NormLinear(self.norm_for(fp8_dtype(x)), plan, self.return_layernorm_output)
             norm = self.layer_norm_weight, self.layer_norm_bias
-            operand = self.fc1.kept_operand(self.fc1_weight, plan, cached_weight)
-            z, n = norm_linear(x, *norm, self.fc1_weight, self.fc1_bias, setup, operand)
+            operand = self.fc1.kept_operand(fc1_weight, plan, cached_weight)
+            z, n = norm_linear(x, *norm, fc1_weight, fc1_bias, setup, operand)
         in_fp8 = any(call.recipe is not None for call in calls)
         a = activate(z, ACTIVATIONS[self.activation], in_fp8 and self.saved_activation_input == "fp8")
         if calls[1].recipe is None:
-            return plain_linear(a, self.fc2_weight, self.fc2_bias, self.fc2.delayed_state, calls[1]), n
-        plan = self.fc2.planned(calls[1], self.fc2_weight)
-        operand = self.fc2.kept_operand(self.fc2_weight, plan, cached_weight)
-        return linear(a, self.fc2_weight, self.fc2_bias, plan, fp8_dtype(a), operand), n
+            return plain_linear(a, fc2_weight, fc2_bias, self.fc2.delayed_state, calls[1]), n
+        plan = self.fc2.planned(calls[1], fc2_weight)
+        operand = self.fc2.kept_operand(fc2_weight, plan, cached_weight)
+        return linear(a, fc2_weight, fc2_bias, plan, fp8_dtype(a), operand), n
 
     def _composed_twice(
         self, x: Tensor, calls: list[Call], cached_weight: CachedWeight | None

@@ -14,9 +14,20 @@ from typing import Any
 
 from octavo.compat.planned import planned_class, planned_function
 from octavo.compat.transformer_engine.pytorch import attention, fp8, optimizers, quantization
+from octavo.compat.transformer_engine.pytorch.attention import (
+    DotProductAttention,
+    InferenceParams,
+    MultiheadAttention,
+    RotaryPositionEmbedding,
+)
 from octavo.compat.transformer_engine.pytorch.checkpoint import checkpoint
 from octavo.compat.transformer_engine.pytorch.cuda_graphs import make_graphed_callables
+from octavo.compat.transformer_engine.pytorch.fp8_padding import Fp8Padding, Fp8Unpadding
+from octavo.compat.transformer_engine.pytorch.grouped_linear import GroupedLinear
+from octavo.compat.transformer_engine.pytorch.layernorm_linear import LayerNormLinear
+from octavo.compat.transformer_engine.pytorch.layernorm_mlp import LayerNormMLP
 from octavo.compat.transformer_engine.pytorch.linear import Linear
+from octavo.compat.transformer_engine.pytorch.norm import LayerNorm, RMSNorm
 from octavo.compat.transformer_engine.pytorch.quantization import (
     autocast,
     fp8_autocast,
@@ -29,23 +40,12 @@ from octavo.compat.transformer_engine.pytorch.quantization import (
     is_nvfp4_available,
     quantized_model_init,
 )
+from octavo.compat.transformer_engine.pytorch.transformer_layer import TransformerLayer
 
 _PLANNED_CLASSES = (
     "CudaRNGStatesTracker",
-    "DotProductAttention",
     "Float8Tensor",
-    "Fp8Padding",
-    "Fp8Unpadding",
-    "GroupedLinear",
-    "InferenceParams",
-    "LayerNorm",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "MultiheadAttention",
     "QuantizedTensor",
-    "RMSNorm",
-    "RotaryPositionEmbedding",
-    "TransformerLayer",
 )
 _PLANNED_FUNCTIONS = (
     "destroy_ub",
@@ -73,7 +73,19 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "DotProductAttention",
+    "Fp8Padding",
+    "Fp8Unpadding",
+    "GroupedLinear",
+    "InferenceParams",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
+    "RMSNorm",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
     "attention",
     "autocast",
     "checkpoint",

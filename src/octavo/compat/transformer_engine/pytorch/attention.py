@@ -1,16 +1,11 @@
-"""`transformer_engine.pytorch.attention`: none of it is built yet."""
+"""`transformer_engine.pytorch.attention`: attention's layers, rotary embeddings, the cache of generation."""
 
 from __future__ import annotations
 
-from octavo.compat.planned import planned_class, planned_function
-
-_WHERE = "transformer_engine.pytorch.attention"
-
-DotProductAttention = planned_class(f"{_WHERE}.DotProductAttention")
-InferenceParams = planned_class(f"{_WHERE}.InferenceParams")
-MultiheadAttention = planned_class(f"{_WHERE}.MultiheadAttention")
-RotaryPositionEmbedding = planned_class(f"{_WHERE}.RotaryPositionEmbedding")
-apply_rotary_pos_emb = planned_function(f"{_WHERE}.apply_rotary_pos_emb")
+from octavo.compat.transformer_engine.pytorch.dot_product_attention import DotProductAttention
+from octavo.compat.transformer_engine.pytorch.inference_params import InferenceParams
+from octavo.compat.transformer_engine.pytorch.multihead_attention import MultiheadAttention
+from octavo.compat.transformer_engine.pytorch.rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
 
 __all__ = [
     "DotProductAttention",

@@ -5,25 +5,27 @@ Source: transformer_engine/pytorch/module/linear.py of Transformer Engine 2.
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo.compat.planned import refuse
+from octavo.compat.transformer_engine.pytorch.construction import (
+    Drawing,
+    cached_weight_of,
+    drop_extra_state,
+    part_sizes,
+    placed,
+    refuse_planned,
+    refuse_ranks,
+)
 from octavo.compat.transformer_engine.pytorch.main_grad import into_main_grad
 from octavo.compat.transformer_engine.pytorch.scaling_views import fp8_meta
 from octavo.modules import CachedWeight
 from octavo.modules import Linear as OctavoLinear
 from octavo.tensor import QuantizedTensor
-
-# What is_first_microbatch means to octavo.Linear.
-_CACHE: dict[bool | None, CachedWeight | None] = {None: None, True: "refresh", False: "reuse"}
-_INIT_STD = 0.023
 
 
 class Linear(OctavoLinear):
@@ -77,8 +79,9 @@ class Linear(OctavoLinear):
         name: str | None = None,
         rng_tracker_name: str | None = None,
     ) -> None:
-        _refuse_ranks(tp_group, tp_size, parallel_mode)
-        _refuse_planned(
+        refuse_ranks("Linear", tp_group, tp_size, parallel_mode)
+        refuse_planned(
+            "Linear",
             ub_overlap_ag=ub_overlap_ag,
             ub_overlap_rs=ub_overlap_rs,
             ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
@@ -95,23 +98,17 @@ class Linear(OctavoLinear):
         self.return_bias = bool(return_bias)
         self.apply_bias = self.use_bias and not self.return_bias
         self.parallel_mode, self.tp_size = parallel_mode, 1
-        self._init_method = init_method or functools.partial(nn.init.normal_, mean=0.0, std=_INIT_STD)
-        self._rng_tracker = get_rng_state_tracker, rng_tracker_name
-        super().__init__(in_features, out_features, self.use_bias, _placed(device), params_dtype)
+        self._drawing = Drawing(init_method, get_rng_state_tracker, rng_tracker_name)
+        super().__init__(in_features, out_features, self.use_bias, placed(device), params_dtype)
         self.layer_name = name
         if parameters_split is not None:
-            self._split(_part_sizes(parameters_split, out_features))
+            self._split(part_sizes(parameters_split, out_features))
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Draw the parameters anew, unless `defer_init`."""
         if defer_init:
             return
-        tracker, name = self._rng_tracker
-        fork = nullcontext() if tracker is None else tracker().fork(*[name] if name else [])
-        with fork, torch.no_grad():
-            self._init_method(self.weight)
-            if self.bias is not None:
-                self.bias.zero_()
+        self._drawing.fill([self.weight], [self.bias])
 
     def forward(  # type: ignore[override]
         self,
@@ -119,6 +116,8 @@ class Linear(OctavoLinear):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
+        *,
+        cached_weight: CachedWeight | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """y = x w^T + b -> [..., out_features]; with `return_bias`, (x w^T, b).
 
@@ -127,12 +126,11 @@ class Linear(OctavoLinear):
             is_first_microbatch: None quantizes the weight in every call, True quantizes and keeps the codes, False
                 takes the kept ones as long as the weight is the same.
             fp8_output, fp8_grad: not built.
+            cached_weight: the same as is_first_microbatch, as `octavo.Linear` has it.
         """
         if fp8_output or fp8_grad:
-            _refuse_planned(fp8_output=fp8_output, fp8_grad=fp8_grad)
-        if is_first_microbatch not in (None, True, False):
-            raise ValueError(f"is_first_microbatch is {is_first_microbatch!r}: expected None, True or False")
-        out = self.run(inp, _CACHE[is_first_microbatch])
+            refuse_planned("Linear", fp8_output=fp8_output, fp8_grad=fp8_grad)
+        out = self.run(inp, cached_weight_of(is_first_microbatch, cached_weight))
         if self.return_bias:
             return out, None if self.bias is None else self.bias.to(out.dtype)
         return out
@@ -152,8 +150,7 @@ class Linear(OctavoLinear):
         return fp8_meta(self.delayed_state)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        # TE's own FP8 state, a pickle in a tensor: accepted and left alone. Scales come from the weights and the batch.
-        state_dict.pop(f"{prefix}_extra_state", None)
+        drop_extra_state(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _split(self, sizes: dict[str, int]) -> None:
@@ -192,54 +189,6 @@ class SplitLinear(Linear):
     def _part(self, name: str, kind: str) -> Tensor:
         part: Tensor = getattr(self, f"{name}{kind}")
         return part
-
-
-def _part_sizes(split: Iterable[str] | Mapping[str, int], out_features: int) -> dict[str, int]:
-    """{prefix of the parameters' names: features}."""
-    if isinstance(split, Mapping):
-        sizes = dict(split)
-    else:
-        names = list(split)
-        if not names or out_features % len(names):
-            raise ValueError(
-                f"parameters_split has {len(names)} names: out_features = {out_features} must be a multiple of that"
-            )
-        sizes = dict.fromkeys(names, out_features // len(names))
-    prefixes = {f"{name.rstrip('_')}_": size for name, size in sizes.items()}
-    if sum(prefixes.values()) != out_features or min(prefixes.values()) <= 0:
-        raise ValueError(f"parameters_split is {sizes}: positive sizes must add up to out_features = {out_features}")
-    return prefixes
-
-
-def _refuse_ranks(tp_group: Any | None, tp_size: int, parallel_mode: str | None) -> None:
-    if parallel_mode not in (None, "row", "column"):
-        raise ValueError(f"parallel_mode is {parallel_mode!r}: expected None, 'row' or 'column'")
-    size = tp_size if tp_group is None else tp_group.size()
-    if size > 1:
-        refuse(f"te.Linear with a tensor-parallel group of {size} ranks (tp_size, tp_group)")
-
-
-def _refuse_planned(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value:
-            refuse(f"te.Linear({name}={value!r})")
-
-
-class _Warned:
-    no_gpu = False
-
-
-def _placed(device: torch.device | str) -> torch.device:
-    """The device asked for, or the CPU in place of CUDA where there is none."""
-    wanted = torch.device(device)
-    if wanted.type != "cuda" or torch.cuda.is_available():
-        return wanted
-    if not _Warned.no_gpu:
-        _Warned.no_gpu = True
-        warnings.warn(
-            "no CUDA device: Transformer Engine's layers stand on the CPU, where FP8 is emulated", stacklevel=3
-        )
-    return torch.device("cpu")
 
 
 __all__ = ["Linear", "SplitLinear"]

@@ -24,7 +24,7 @@ def into_main_grad(weight: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling():
         # A gradient that leaves autograd cannot be traced: without fullgraph=True the layer then runs uncompiled.
-        refuse("te.Linear(fuse_wgrad_accumulation=True) under torch.compile")
+        refuse("fuse_wgrad_accumulation=True of te.Linear and its kin under torch.compile")
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         raise RuntimeError(

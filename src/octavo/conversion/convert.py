@@ -1,7 +1,8 @@
 """`convert` and `unconvert`: FP8 layers in a model that exists, and the way back.
 
-A layer changes its class in place. Its parameters stay the same objects under the same names, with their dtype, device,
-hooks, `requires_grad` and ties; an optimizer built before goes on.
+A layer changes its class in place; one of Octavo's own, or a part of one, takes the recipe. Parameters stay the same
+objects under the same names, with their dtype, device, hooks, `requires_grad` and ties; an optimizer built before goes
+on.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import nn
 
 from octavo.conversion.converted import fp8_class, is_conv1d, original_class
 from octavo.conversion.fast_path import leave_fast_path, restore_fast_path
+from octavo.conversion.fused import kind_of
 from octavo.conversion.gain import expected_gain, method_of
 from octavo.conversion.report import NO_DEVICE, ConversionReport, LayerReport
 from octavo.conversion.selection import Candidate, LayerFilter, candidates, checked_selection, unmatched_patterns
@@ -20,6 +22,9 @@ from octavo.conversion.siblings import share_inputs
 from octavo.modules import FP8LinearMixin
 from octavo.recipes import CurrentScaling, Recipe, check_recipe
 from octavo.tensor import QuantizedTensor
+
+# What a layer of Octavo's own had before it was converted: (recipe, name). None: it has become one by conversion.
+_BEFORE = "_before_conversion"
 
 
 def convert(
@@ -38,7 +43,8 @@ def convert(
     scales are measured from it.
 
     Args:
-        model: any module; a Linear itself too.
+        model: any module; a Linear itself too. Octavo's own layers in it take the recipe by the names of their linear
+            parts: `mlp.fc1`, `attention.layernorm_qkv`, `moe.expert0`.
         recipe: `CurrentScaling()` if None. Its overrides are matched against qualified names.
         include: regular expressions on qualified names; with any, only layers that one of them matches.
         exclude: regular expressions; layers that one of them matches stay as they are.
@@ -72,12 +78,18 @@ def unconvert(model: nn.Module) -> nn.Module:
     """Turn every FP8 linear layer of `model` back into the class it came from, in place; weights stay.
 
     Delayed-scaling state is dropped. A weight that exists in FP8 alone becomes a parameter of its decoded values. A
-    class of somebody's own, derived from an FP8 layer, stays: in high precision outside of `octavo.autocast`.
+    class of somebody's own, derived from an FP8 layer, stays: in high precision outside of `octavo.autocast`. Octavo's
+    own layers that `convert` met get back the recipe and name that they had; those it did not meet stay, but for an
+    `octavo.Linear`, which is taken for a converted one.
     """
     decoded: dict[int, nn.Parameter] = {}  # by the weight, so that what was tied stays so
     held = []
     for module in model.modules():
-        if isinstance(module, FP8LinearMixin):
+        if isinstance(module, FP8LinearMixin) and _stays(module):
+            before = module.__dict__.pop(_BEFORE, None)
+            if before is not None:
+                module.become_fp8(*before)
+        elif isinstance(module, FP8LinearMixin):
             weight = module.weight
             if isinstance(weight, QuantizedTensor):
                 values = nn.Parameter(weight.detach().dequantize(), requires_grad=weight.requires_grad)
@@ -88,7 +100,14 @@ def unconvert(model: nn.Module) -> nn.Module:
     return model
 
 
+def _stays(module: FP8LinearMixin) -> bool:
+    """True for a layer that was Octavo's before it was converted, or that is no `nn.Linear` in any case."""
+    plain = isinstance(module, nn.Linear) or is_conv1d(module)
+    return module.__dict__.get(_BEFORE) is not None or not plain
+
+
 def _leave_fp8(module: FP8LinearMixin) -> None:
+    module.__dict__.pop(_BEFORE, None)
     original = original_class(type(module))
     if issubclass(original, FP8LinearMixin):
         module.become_fp8(None)
@@ -102,7 +121,9 @@ def _convert_layer(layer: Candidate, recipe: Recipe, dry_run: bool) -> LayerRepo
     reason = layer.reasons[0] if layer.reasons else ""
     if own is None and not reason:
         reason = "the recipe's overrides keep it in high precision"
-    kind = original_class(type(module)) if isinstance(module, FP8LinearMixin) else type(module)
+    kind = kind_of(module)
+    if not dry_run and isinstance(module, FP8LinearMixin):
+        module.__dict__.setdefault(_BEFORE, (module.recipe, module.layer_name))
     converts = not reason
     if not dry_run and (converts or (own is None and isinstance(module, FP8LinearMixin))):
         _become_fp8(module, own, layer.name)
@@ -111,7 +132,7 @@ def _convert_layer(layer: Candidate, recipe: Recipe, dry_run: bool) -> LayerRepo
         reason += ", but it was converted before: octavo.unconvert turns it back"
     return LayerReport(
         layer.name,
-        kind.__name__,
+        kind,
         layer.in_features,
         layer.out_features,
         converts,
@@ -131,11 +152,14 @@ def _become_fp8(module: nn.Module, recipe: Recipe | None, name: str) -> None:
         if recipe is not module.recipe:
             # What it shares, it shares with layers of one recipe.
             module.delayed_state.leave_shared_input()
+        if module.recipe is None and recipe is not None and not module.delayed_state.is_used:
+            module.delayed_state.measure_next()
         module.recipe, module.layer_name = recipe, name
         return
     module.__class__ = fp8_class(type(module), is_conv1d(module))
     assert isinstance(module, FP8LinearMixin), "the class it has just been given"
     module.become_fp8(recipe, name)
+    module.__dict__[_BEFORE] = None
     module.delayed_state.measure_next()
 
 

@@ -13,6 +13,7 @@ from octavo.conversion.converted import is_conv1d
 from octavo.conversion.gain import METHODS, Method, expected_gain, method_of
 from octavo.kernels.scaled_mm import device_reasons
 from octavo.modules import OUT_DTYPES, FP8LinearMixin
+from octavo.modules.split_linear import WeightInParts
 from octavo.recipes import Recipe
 
 LayerFilter = Literal["all"] | Callable[[nn.Module, str], bool] | None
@@ -48,6 +49,8 @@ def checked_selection(
 def candidates(model: nn.Module, selection: Selection, recipe: Recipe | None = None) -> list[Candidate]:
     """All linear layers of a model, each with the reasons that speak against it; a shared layer once.
 
+    Parts of Octavo's larger layers are among them: `mlp.fc1` of a LayerNormMLP, `moe.expert0` of a GroupedLinear.
+
     Args:
         model: the model.
         selection: patterns and filter.
@@ -58,7 +61,7 @@ def candidates(model: nn.Module, selection: Selection, recipe: Recipe | None = N
     }
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) or is_conv1d(module):
+        if isinstance(module, (nn.Linear, FP8LinearMixin)) or is_conv1d(module):
             out_features, in_features = _extents(module)
             reasons = _structure_reasons(module, never_called)
             if not reasons:
@@ -79,6 +82,8 @@ def unmatched_patterns(found: list[Candidate], selection: Selection) -> list[str
 
 def _extents(module: nn.Module) -> tuple[int, int]:
     """Outputs and inputs of a layer; a lazy one's inputs are 0 until it has run."""
+    if isinstance(module, WeightInParts):
+        return module.out_features, module.in_features
     weight: Any = module.weight
     if isinstance(weight, nn.parameter.UninitializedParameter):
         return int(module.out_features), int(module.in_features)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ for others, and the same in whatever order the batches come. What is not finite 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -19,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from octavo.conversion.converted import is_conv1d
+from octavo.conversion.fused import is_fused, kind_of
 from octavo.formats import E4M3
+from octavo.modules.split_linear import SplitLinear
 from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
 from octavo.tensor import quantize
 
@@ -34,7 +37,9 @@ _MAGNITUDES = 0x7F80
 def calibrate(model: nn.Module, batches: Iterable[Any], method: Method = "max") -> dict[str, float]:
     """Run `model` on batches and choose a scale for the input of each linear layer -> {qualified name: scale}.
 
-    Layers that no batch reached have no entry. One whose inputs were all zero gets 1 / M.
+    Layers that no batch reached have no entry. One whose inputs were all zero gets 1 / M. Nor have layers that are more
+    than a matrix product, such as `octavo.LayerNormLinear`, which `octavo.inference.freeze` does not take: a warning
+    names the first.
 
     Args:
         model: in high precision; runs in evaluation mode, and every module's training flag is put back afterwards.
@@ -49,7 +54,8 @@ def calibrate(model: nn.Module, batches: Iterable[Any], method: Method = "max") 
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}: expected 'max', 'percentile' or 'mse'")
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) or is_conv1d(m)}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, SplitLinear)) or is_conv1d(m)}
+    _say_what_is_left_out(model)
     if not layers:
         raise ValueError(f"{type(model).__name__} has no linear layer to calibrate: calibrate before freezing")
     seen: dict[str, _Seen] = {}
@@ -71,6 +77,18 @@ def calibrate(model: nn.Module, batches: Iterable[Any], method: Method = "max") 
     if count == 0:
         raise ValueError("calibrate got no batch: give at least one")
     return {name: _scale(inputs.amax_for(method)) for name, inputs in seen.items()}
+
+
+def _say_what_is_left_out(model: nn.Module) -> None:
+    fused = [(name, module) for name, module in model.named_modules() if is_fused(module)]
+    if fused:
+        name, module = fused[0]
+        others = f" and {len(fused) - 1} more layers" if len(fused) > 1 else ""
+        warnings.warn(
+            f"octavo.calibrate: no scale for {name!r} ({kind_of(module)}){others}, more than matrix products: exclude"
+            " them from octavo.inference.freeze",
+            stacklevel=4,
+        )
 
 
 class _Seen:

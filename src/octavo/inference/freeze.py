@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from octavo.conversion.converted import is_conv1d
+from octavo.conversion.fused import is_fused, kind_of
 from octavo.conversion.selection import Candidate, candidates, checked_selection, unmatched_patterns
 from octavo.inference.frozen_linear import FrozenLinear, check_input_scale
 from octavo.inference.scheme import Scheme, scheme_named
@@ -37,8 +39,9 @@ def freeze(
             matches no linear layer, or if nothing is left to replace.
 
     Raises:
-        ValueError: an unknown scheme, no regular expression, or a static scheme without a usable scale for some layer.
-            The model is unchanged then.
+        ValueError: an unknown scheme, no regular expression, a static scheme without a usable scale for some layer, or
+            a layer that is more than a matrix product, such as `octavo.LayerNormLinear`, and is not excluded. The model
+            is unchanged then.
     """
     chosen = scheme_named(scheme)
     scales = _checked_scales(chosen, input_scales)
@@ -49,6 +52,7 @@ def freeze(
     if any(layer.name == "" for layer in layers):
         raise ValueError("the model is itself a linear layer: put it into a module, such as nn.Sequential")
     for layer in layers:
+        _refuse_fused(layer)
         if chosen.static and layer.name not in scales:
             raise ValueError(
                 f"scheme {scheme!r} has no input scale for {layer.name!r}: calibrate with batches that reach it, or"
@@ -86,6 +90,16 @@ def _reasons(layer: Candidate, tied: set[int]) -> list[str]:
     if isinstance(module, FP8LinearMixin) and module.bias is not None and module.added_bias() is None:
         reasons.append("it hands its bias out")
     return reasons
+
+
+def _refuse_fused(layer: Candidate) -> None:
+    """Raise ValueError for what a `FrozenLinear` cannot stand for."""
+    if is_fused(layer.module):
+        raise ValueError(
+            f"{layer.name!r} is a {kind_of(layer.module)}, which is more than a matrix product and cannot be frozen:"
+            f" exclude it (exclude=[{re.escape(layer.name)!r}]), or build the model of octavo.LayerNorm and"
+            " octavo.Linear"
+        )
 
 
 def _why_none(found: list[Candidate], tied: set[int]) -> str:

@@ -31,6 +31,12 @@ class MLPPart(FP8LinearMixin):
         self._owner: Any = weakref.ref(owner)
 
     @property
+    def owner(self) -> nn.Module:
+        """The layer whose part this is."""
+        owner: nn.Module = self._owner()
+        return owner
+
+    @property
     def weight(self) -> Any:
         """The MLP's."""
         return getattr(self._owner(), f"{self.prefix}_weight")

@@ -42,7 +42,14 @@ def line_with(text: str, out: str) -> str:
 
 def test_every_example_is_run_here() -> None:
     shared = {"vit_model", "vit_training"}  # imported by the vision transformers' examples
-    run_here = {"convert_gpt2", "one_scale_fails", "te_linear", "vit_float8_experimental", "vit_transformer_engine"}
+    run_here = {
+        "convert_gpt2",
+        "gpt_generation",
+        "one_scale_fails",
+        "te_linear",
+        "vit_float8_experimental",
+        "vit_transformer_engine",
+    }
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == shared | run_here
 
 
@@ -124,3 +131,16 @@ def test_the_vision_transformer_learns_compiled_block_by_block(name: str, tmp_pa
     run = json.loads(record.read_text())
     assert run["compiled"] == "blocks"
     assert run["losses"] == sorted(run["losses"], reverse=True)
+
+
+def test_a_gpt_of_transformer_layers_learns_its_text_and_writes_it_with_a_cache() -> None:
+    out = example("gpt_generation")
+    _, first, last, products = figures(line_with("steps: loss", out))[:4]
+    # The loss of equal chances over 28 letters is 3.3; a text known by heart has none.
+    assert first > 2
+    assert last < first / 4
+    # A step has three products a layer part: the first part needs its input's gradient as well, for the embedding.
+    assert products == 20 * 8 * 3
+    assert "'the quick brown fox jumps over" in line_with("written with the cache", out)
+    assert line_with("without the cache", out).endswith("the same")
+    assert "NOT" not in line_with("without the cache", out)

@@ -99,3 +99,32 @@ def test_the_stopwatch_runs_forward_and_backward_and_prints(capsys: pytest.Captu
     assert float(out.removeprefix("Mean time: ").removesuffix(" ms\n")) > 0
     assert torch.equal(layer.bias.grad, torch.full((16,), 12.0))  # three backwards of four ones
     assert torch.count_nonzero(layer.fp8_meta["scaling_fwd"].amax_history[:, 0]) == 3
+
+
+class BasicLayer(nn.Module):
+    """The tutorial's transformer layer in plain PyTorch: queries, keys and values of a head side by side."""
+
+    def __init__(self, hidden: int, inner: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.channels = heads, hidden // heads
+        self.ln1, self.ln2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv_projection, self.projection = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.attention = tools.DotProductAttention(heads, self.channels, 0.0)
+        self.mlp = tools.BasicMLP(hidden, inner)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv_projection(self.ln1(x)).unflatten(-1, (self.heads, -1)).split(self.channels, -1)
+        x = x + self.projection(self.attention(q, k, v, mask))
+        out: torch.Tensor = x + self.mlp(self.ln2(x))
+        return out
+
+
+def test_the_tutorials_layer_and_transformer_engines_compute_alike() -> None:
+    basic = BasicLayer(32, 64, 4)
+    layer = te.TransformerLayer(
+        32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, device="cpu"
+    )
+    tools.share_parameters_with_transformerlayer_te_model(layer, basic)
+    x, mask = torch.randn(6, 2, 32), torch.ones(6, 6, dtype=torch.bool).triu(1)
+    # Sums of up to 64 float32 terms of order one, a few in a row: some hundred roundings of 2^-24.
+    torch.testing.assert_close(layer(x), basic(x, mask), rtol=0, atol=512 * 2.0**-24)

@@ -403,3 +403,11 @@ def test_norms_take_both_names_of_an_argument_but_not_at_once() -> None:
         te.LayerNorm(device="cpu")
     with pytest.raises(ValueError, match="params_dtype"):
         te.RMSNorm(H, params_dtype=torch.half, dtype=torch.half, device="cpu")
+
+
+def test_a_transformer_layer_compiles_in_one_graph() -> None:
+    layer, x = transformer_layer(), torch.randn(6, 2, H)
+    recipe = Float8CurrentScaling()
+    eager = in_fp8(lambda: layer(x), recipe)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(in_fp8(lambda: compiled(x), recipe), eager)

@@ -294,3 +294,46 @@ def test_threads_evaluate_one_model_at_once() -> None:
     with ThreadPoolExecutor(4) as pool:
         for a, b in zip(pool.map(evaluate, inputs), expected, strict=True):
             assert torch.equal(a, b)
+
+
+def test_a_loaded_scale_is_for_the_format_that_runs_next() -> None:
+    """Whatever format the layer ran in before: the first backward already is that of a layer that never did."""
+    hybrid = DelayedScaling(amax_history_len=4)
+    ran, other, fresh = (octavo.Linear(64, 64, recipe=hybrid) for _ in range(3))
+    other.recipe = hybrid.replaced(format=octavo.E4M3)
+    x = torch.randn(32, 64)
+
+    def step(layer: octavo.Linear) -> torch.Tensor:
+        layer.zero_grad()
+        layer(x).square().sum().backward()
+        octavo.update_scales(layer)
+        return layer.weight.grad.clone()
+
+    for _ in range(4):
+        step(ran)
+        step(other)
+    other.recipe = hybrid
+    for layer in (other, fresh):
+        layer.load_state_dict(ran.state_dict())
+    gradients = [step(layer) for layer in (ran, other, fresh)]
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[0], gradients[2])
+
+
+def test_a_norm_s_weight_alone_does_not_make_the_matrix_new() -> None:
+    layer = octavo.LayerNormLinear(64, 64)
+    recipe = DelayedScaling(amax_history_len=4)
+    for _ in range(3):
+        with octavo.autocast(recipe=recipe):
+            y = layer(torch.randn(16, 64))
+        y.sum().backward()
+    before = layer.delayed_state.weight.history.clone()
+    layer.load_state_dict({"layer_norm_weight": torch.ones(64)}, strict=False)
+    assert not layer.delayed_state.weight.from_data
+    assert torch.equal(layer.delayed_state.weight.history, before)
+
+
+def test_an_entry_that_is_no_scale_is_named() -> None:
+    layer = octavo.Linear(16, 16)
+    with pytest.raises(ValueError, match=r"weight_scale and weight_amax_history .*found -1\.0.*Leave them out"):
+        layer.load_state_dict({"weight_scale": torch.tensor(-1.0)}, strict=False)

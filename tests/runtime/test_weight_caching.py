@@ -130,3 +130,71 @@ def test_an_explicit_refresh_casts_within_too(casts: list[int]) -> None:
         for _ in range(2):
             layer(torch.randn(8, 32), cached_weight="refresh")
     assert len(casts) == 2
+
+
+def test_contexts_that_hold_the_same_layers_are_told_apart() -> None:
+    layer = octavo.Linear(32, 32, recipe=CurrentScaling())
+    with octavo.cached_weights():
+        with octavo.cached_weights():
+            pass
+        layer(torch.randn(8, 32))
+        assert layer._weight_cache is not None
+    assert layer._weight_cache is None
+    layer(torch.randn(8, 32))
+    assert layer._weight_cache is None
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_an_amax_that_was_not_gathered_when_the_codes_were_made_is_gathered_later(explicit: bool) -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    layer, twin = (octavo.Linear(64, 64, bias=False) for _ in range(2))
+    twin.load_state_dict(layer.state_dict())
+    x = torch.randn(16, 64)
+    modes = ("refresh", "reuse") if explicit else (None, None)
+    for _ in range(4):
+        with nullcontext() if explicit else octavo.cached_weights():
+            with torch.no_grad(), octavo.autocast(recipe=recipe):
+                layer(x, cached_weight=modes[0])
+            with octavo.autocast(recipe=recipe):
+                layer(x, cached_weight=modes[1]).sum().backward()
+        with octavo.autocast(recipe=recipe):
+            twin(x).sum().backward()
+    assert torch.equal(layer.delayed_state.weight.scale, twin.delayed_state.weight.scale)
+    assert layer.delayed_state.weight.scale < 1e-2
+
+
+def test_a_weight_of_inference_mode_is_never_served_from_old_codes() -> None:
+    with torch.inference_mode():
+        layer = octavo.Linear(32, 32, recipe=CurrentScaling())
+        x = torch.randn(8, 32)
+        with octavo.cached_weights():
+            before = layer(x)
+            layer.weight.mul_(3)
+            layer.bias.mul_(3)
+            assert torch.equal(layer(x), octavo.Linear.forward(layer, x))
+            assert not torch.equal(layer(x), before)
+
+
+def test_each_part_of_a_weight_is_looked_at() -> None:
+    layer = octavo.MultiheadAttention(32, 4, qkv_format="bshd")
+    octavo.convert(layer, CurrentScaling(), filter="all")
+    x = torch.randn(2, 8, 32)
+
+    def call(value: float) -> Tensor:
+        part = {"qkv.value_weight": torch.full((32, 32), value)}
+        return torch.func.functional_call(layer, part, (x,))
+
+    with torch.no_grad():
+        expected = [call(0.01 * place) for place in range(4)]
+        with octavo.cached_weights():
+            found = [call(0.01 * place) for place in range(4)]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_recompute_of_a_calibrating_layer_gathers_nothing() -> None:
+    layer = octavo.Linear(32, 32)
+    with octavo.autocast(False, recipe=DelayedScaling(), calibrating=True):
+        y = octavo.checkpoint(layer, torch.randn(8, 32, requires_grad=True))
+    before = layer.delayed_state.input.gathered.clone()
+    y.sum().backward()
+    assert torch.equal(layer.delayed_state.input.gathered, before)

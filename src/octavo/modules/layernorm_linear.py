@@ -99,6 +99,7 @@ class LayerNormLinear(NormalisedInput, FP8LinearMixin):
         recipe: FP8 with this recipe also outside of `octavo.autocast`.
     """
 
+    beside_the_weight = ("bias", "layer_norm_weight", "layer_norm_bias")
     in_features: int
     out_features: int
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from octavo.runtime import (
     plan_linear,
     registered_states,
 )
+from octavo.runtime.autocast import in_backward
 from octavo.tensor import Operand, QuantizedTensor, QuantizeSpec, quantize
 
 CachedWeight = Literal["refresh", "reuse"]
@@ -48,13 +49,15 @@ class FP8LinearMixin(nn.Module):
         observer: wraps the quantizers; None costs nothing.
     """
 
+    # Entries of a state dict that do not make the weight new.
+    beside_the_weight: ClassVar[tuple[str, ...]] = ("bias",)
     recipe: Recipe | None
     layer_name: str | None
     delayed_state: LayerState
     observer: Observer | None
     weight: Any  # a Parameter; a QuantizedTensor if it exists in FP8 alone
     bias: Any  # a Parameter or None
-    _weight_cache: tuple[weakref.ref[Tensor], tuple[int, int, int], QuantizeSpec, Operand] | None
+    _weight_cache: KeptWeight | None
 
     def become_fp8(self, recipe: Recipe | None, name: str | None = None) -> None:
         """Give a linear layer what this class needs; parameters stay as they are."""
@@ -110,39 +113,38 @@ class FP8LinearMixin(nn.Module):
     def _high_precision(self, x: Tensor, weight: Tensor, call: Call) -> Tensor:
         if isinstance(weight, QuantizedTensor):
             weight = weight.dequantize()
-        if call.gather:
+        # What a checkpoint recomputes has been gathered.
+        if call.gather and not in_backward():
             self.delayed_state.input.gather(amax(x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])))
             self.delayed_state.weight.gather(amax(weight.detach()))
         return nn.functional.linear(x, weight, self.added_bias())
 
+    def weight_parts(self) -> list[Tensor]:
+        """The parameters that make up the weight."""
+        return [self.weight]
+
     def kept_operand(self, weight: Tensor, plan: LinearPlan, mode: CachedWeight | None) -> Operand | None:
         """Codes of the weight that are kept, made now if need be; None if each call is to cast."""
-        if mode is None and (torch.compiler.is_compiling() or not caches_weights(self)):
+        # Whether the weight has changed since cannot be traced: compiled code quantizes each call.
+        if torch.compiler.is_compiling() or (mode is None and not caches_weights(self)):
             return None
-        operand = self._cached(weight, plan, mode or "reuse")
-        if operand is not None and (note := getattr(plan.weight, "note", None)) is not None:
-            note(operand)
-        return operand
+        kept, gathers = self._weight_cache, getattr(plan.weight, "gather", False)
+        if mode == "refresh" or kept is None or not kept.holds(self.weight_parts(), plan.weight_spec):
+            # Also under inference_mode: the next micro-batch may train.
+            with torch.inference_mode(False), torch.no_grad():
+                operand = quantize_weight(weight, plan, True, True)
+            kept = self._weight_cache = KeptWeight(self.weight_parts(), plan.weight_spec, operand, gathers)
+        elif gathers and not kept.gathered:
+            # Made by a call that gathers nothing, as those without gradients.
+            self.delayed_state.weight.gather(amax(weight.detach()))
+            kept.gathered = True
+        if (note := getattr(plan.weight, "note", None)) is not None:
+            note(kept.operand)
+        return kept.operand
 
     def forget_cached_weight(self) -> None:
         """Let go of the codes."""
         self._weight_cache = None
-
-    def _cached(self, weight: Tensor, plan: LinearPlan, mode: CachedWeight) -> Operand | None:
-        """Codes of the weight in both layouts; made anew unless a cache of the very same values and spec exists."""
-        if torch.compiler.is_compiling():
-            # Whether the weight has changed since cannot be traced: compiled code quantizes each call.
-            return None
-        cache, contents = self._weight_cache, _contents(self.weight)
-        if mode == "reuse" and cache is not None:
-            cached, *what, operand = cache
-            if cached() is self.weight and what == [contents, plan.weight_spec]:
-                return operand
-        # Also under inference_mode: the next micro-batch may train.
-        with torch.inference_mode(False), torch.no_grad():
-            operand = quantize_weight(weight, plan, True, True)
-        self._weight_cache = (weakref.ref(self.weight), contents, plan.weight_spec, operand)
-        return operand
 
     def _notice_forgotten_update(self, weight: Tensor) -> None:
         """Warn once if the optimizer has stepped and no update has followed."""
@@ -180,8 +182,9 @@ class FP8LinearMixin(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         entries = self.delayed_state.taken_out(state_dict, prefix)
-        # Under whatever names a weight is kept, it is new if anything but the bias is.
-        new_weight = any(key.startswith(prefix) and key != f"{prefix}bias" for key in state_dict)
+        # Under whatever names a weight is kept, it is new if anything but what stands beside it is.
+        names = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
+        new_weight = any(name not in self.beside_the_weight for name in names)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         # With assign=True the weight may have come from another device.
         self.delayed_state.move(self.weight.device)
@@ -264,10 +267,33 @@ class _InitialValue:
         self.value = None
 
 
-def _contents(weight: Tensor) -> tuple[int, int, int]:
+class KeptWeight:
+    """Codes of a weight in both layouts, and what they were made of.
+
+    Args:
+        parts: the parameters that make up the weight.
+        spec: of the codes.
+        operand: the codes.
+        gathered: their amax has been gathered.
+    """
+
+    def __init__(self, parts: list[Tensor], spec: QuantizeSpec, operand: Operand, gathered: bool) -> None:
+        self.operand, self.gathered = operand, gathered
+        self._parts, self._contents, self._spec = [weakref.ref(part) for part in parts], _contents(parts), spec
+
+    def holds(self, parts: list[Tensor], spec: QuantizeSpec) -> bool:
+        """True if these parts are the same tensors with the same values. (Of inference_mode's nobody can know.)"""
+        return (
+            len(parts) == len(self._parts)
+            and all(kept() is part and not part.is_inference() for kept, part in zip(self._parts, parts, strict=True))
+            and self._spec == spec
+            and self._contents == _contents(parts)
+        )
+
+
+def _contents(parts: list[Tensor]) -> list[tuple[int, int, int]]:
     """What tells that a weight holds other values: how often it changed, and where it lies (`weight.data = other`)."""
-    memory = weight.codes if isinstance(weight, QuantizedTensor) else weight
-    return *_version(weight), memory.data_ptr()
+    return [(*_version(part), (part.codes if isinstance(part, QuantizedTensor) else part).data_ptr()) for part in parts]
 
 
 def _version(weight: Tensor) -> tuple[int, int]:

@@ -9,20 +9,17 @@ the weight once more. (A fused weight, one parameter, does not.) FP8 sees one op
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octavo.functional import quantize_weight
 from octavo.modules.layernorm_linear import LayerNormLinear, NormalisedInput, reset_linear
 from octavo.modules.linear import CachedWeight, FP8LinearMixin
 from octavo.modules.norm import Normalization
 from octavo.recipes import Recipe
-from octavo.runtime import LinearPlan, init_mode, optimizer_steps
-from octavo.tensor import Operand
+from octavo.runtime import init_mode
 
 
 class WeightInParts(FP8LinearMixin):
@@ -35,7 +32,6 @@ class WeightInParts(FP8LinearMixin):
     in_features: int
     out_features: int
     part_names: tuple[str, ...]
-    _parts_contents: tuple[int, ...]
 
     def add_parts(self, in_features: int, parts: Mapping[str, int], bias: bool, **place: Any) -> None:
         """Give the layer `<name>_weight` [rows, in_features] and `<name>_bias` [rows] for each part."""
@@ -45,7 +41,7 @@ class WeightInParts(FP8LinearMixin):
                 " be one tensor of codes with one scale: build the layer with fuse_qkv_params=True"
             )
         self.in_features, self.out_features = in_features, sum(parts.values())
-        self.part_names, self._parts_contents = tuple(parts), ()
+        self.part_names = tuple(parts)
         for name, rows in parts.items():
             self.register_parameter(f"{name}_weight", nn.Parameter(torch.empty(rows, in_features, **place)))
             self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(rows, **place)) if bias else None)
@@ -70,31 +66,13 @@ class WeightInParts(FP8LinearMixin):
     def _notice_forgotten_update(self, weight: Tensor) -> None:
         super()._notice_forgotten_update(getattr(self, f"{self.part_names[0]}_weight"))
 
-    def _cached(self, weight: Tensor, plan: LinearPlan, mode: CachedWeight) -> Operand | None:
-        if torch.compiler.is_compiling():
-            return None
-        parts = [getattr(self, f"{name}_weight") for name in self.part_names]
-        contents = (optimizer_steps(), *(number for part in parts for number in _contents(part)))
-        cache = self._weight_cache
-        if mode == "reuse" and cache is not None:
-            first, _, spec, operand = cache
-            if first() is parts[0] and spec == plan.weight_spec and self._parts_contents == contents:
-                return operand
-        # Also under inference_mode: the next micro-batch may train.
-        with torch.inference_mode(False), torch.no_grad():
-            operand = quantize_weight(weight, plan, True, True)
-        self._weight_cache = (weakref.ref(parts[0]), (0, 0, 0), plan.weight_spec, operand)
-        self._parts_contents = contents
-        return operand
+    def weight_parts(self) -> list[Tensor]:
+        """As they are in the state dict."""
+        return [getattr(self, f"{name}_weight") for name in self.part_names]
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _contents(part: Tensor) -> tuple[int, int]:
-    """What tells that a part holds other values: how often it changed in place, and where it lies."""
-    return -1 if part.is_inference() else part._version, part.data_ptr()
 
 
 class SplitLinear(WeightInParts):

@@ -154,10 +154,17 @@ class LayerState:
         for name, operand in zip(OPERANDS, self.operands, strict=True):
             scale, history = entries.get(f"{name}_scale"), entries.get(f"{name}_amax_history")
             if scale is not None or history is not None:
-                operand.load(
-                    torch.tensor(float("nan")) if scale is None else scale,
-                    torch.zeros(1) if history is None else history,
-                )
+                self.decided = self.plan = None
+                try:
+                    operand.load(
+                        torch.tensor(float("nan")) if scale is None else scale,
+                        torch.zeros(1) if history is None else history,
+                    )
+                except ValueError as error:
+                    raise ValueError(
+                        f"{name}_scale and {name}_amax_history of a state dict: {error}. Leave them out, and the scale"
+                        " is measured from the next data"
+                    ) from error
             elif new_weight:
                 operand.measure_next()
 

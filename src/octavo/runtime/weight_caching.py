@@ -28,8 +28,9 @@ def cached_weights() -> Iterator[None]:
     try:
         yield
     finally:
-        _USERS.remove(users)
-        for layer in users:
+        # The very set: two that hold the same layers compare equal.
+        _USERS[:] = [one for one in _USERS if one is not users]
+        for layer in list(users):
             layer.forget_cached_weight()
 
 

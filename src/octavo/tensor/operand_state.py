@@ -149,6 +149,8 @@ class OperandState:
             raise ValueError(f"an amax history must be a vector of length 1 or more, found {tuple(history.shape)}")
         device = self.gathered.device
         self.reset(device)
+        # It provides for the format of whatever runs next, not of what ran here before.
+        self.format_max = None
         self.is_known = True
         self.from_data = bool(scale.isnan())
         if not self.from_data:

@@ -162,6 +162,11 @@ def test_recipes_are_frozen_and_keyword_only(kind: type[Recipe]) -> None:
     ("kind", "fields", "message"),
     [
         *[(kind, {"backward": "bf16"}, "backward is 'bf16': expected 'fp8' or") for kind in KINDS],
+        *[(kind, {"saved_input": "codes"}, "saved_input is 'codes': expected 'fp8' or") for kind in KINDS],
+        *[
+            (kind, {"backward": "high_precision", "saved_input": "high_precision"}, "this recipe has no FP8 wgrad")
+            for kind in KINDS
+        ],
         *[(kind, {"accumulate": "fast"}, "expected an octavo.recipes.Accumulate") for kind in KINDS],
         *[(kind, {"format": "E4M3"}, "format is 'E4M3': expected octavo.HYBRID") for kind in KINDS],
         *[(kind, {"format": octavo.E8M0}, "holds no operand of a product") for kind in KINDS],

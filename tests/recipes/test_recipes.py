@@ -164,7 +164,7 @@ def test_recipes_are_frozen_and_keyword_only(kind: type[Recipe]) -> None:
         *[(kind, {"backward": "bf16"}, "backward is 'bf16': expected 'fp8' or") for kind in KINDS],
         *[(kind, {"saved_input": "codes"}, "saved_input is 'codes': expected 'fp8' or") for kind in KINDS],
         *[
-            (kind, {"backward": "high_precision", "saved_input": "high_precision"}, "this recipe has no FP8 wgrad")
+            (kind, {"backward": "high_precision", "saved_input": "high_precision"}, "but this recipe has no FP8")
             for kind in KINDS
         ],
         *[(kind, {"accumulate": "fast"}, "expected an octavo.recipes.Accumulate") for kind in KINDS],

@@ -119,8 +119,8 @@ class Recipe(ABC):
             )
         if wgrad is None and self.saved_input == "high_precision":
             raise ValueError(
-                "saved_input='high_precision' says what an FP8 wgrad takes its input from, and this recipe has no FP8 wgrad:"
-                " the input is kept in high precision anyway, so leave saved_input out"
+                "saved_input='high_precision' says what an FP8 wgrad takes its input from, but this recipe has no FP8"
+                " wgrad: the input is kept in high precision anyway, so leave saved_input out"
             )
         # A gradient that no FP8 product takes still needs a spec to stand there; it is never used.
         specs = LinearSpecs(x, w, dgrad or wgrad or x, dgrad is not None, wgrad is not None)

@@ -156,5 +156,51 @@ def test_what_does_not_fit_is_refused() -> None:
     made = octavo.permute_tokens(x, chosen, num_experts=E)
     with pytest.raises(ValueError, match="the map is one of 26 rows"):
         octavo.unpermute_tokens(made.rows[:7], made.map)
-    with pytest.raises(ValueError, match="there are 13 tokens"):
+    with pytest.raises(ValueError, match=r"\(4, 2\): expected \(13, 2\)"):
         octavo.unpermute_tokens(made.rows, made.map, torch.rand(4, K))
+
+
+def test_probs_of_the_other_form_are_refused_by_both_shapes() -> None:
+    x, chosen = torch.randn(T, H), indices()
+    by_index = octavo.permute_tokens(x, chosen, num_experts=E)
+    with pytest.raises(ValueError, match=r"shape \(13, 5\): expected \(13, 2\).*index form"):
+        octavo.unpermute_tokens(by_index.rows, by_index.map, torch.rand(T, E))
+    # The map of a mask is as wide as it is told a token may choose: E is what counts.
+    for options in ({}, {"top_k": K}):
+        by_mask = octavo.permute_tokens(x, mask_of(chosen), **options)
+        for width in (K, E - 1, E + 2):
+            with pytest.raises(ValueError, match=rf"shape \(13, {width}\): expected \(13, 5\).*mask form"):
+                octavo.unpermute_tokens(by_mask.rows, by_mask.map, torch.rand(T, width))
+    with pytest.raises(ValueError, match=r"shape \(13,\): expected"):
+        octavo.unpermute_tokens(by_index.rows, by_index.map, torch.rand(T))
+
+
+@pytest.mark.parametrize("name", ["top_k", "num_out_tokens"])
+def test_what_only_a_mask_needs_is_refused_with_indices(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 2.*index form.*leave it out"):
+        octavo.permute_tokens(torch.randn(T, H), indices(), num_experts=E, **{name: 2})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_experts": 3.5}, "num_experts is 3.5: expected an integer"),
+        ({"num_experts": True}, "num_experts is True"),
+        ({"num_experts": 0}, "num_experts is 0"),
+        ({"num_out_tokens": 26.0}, "num_out_tokens is 26.0"),
+        ({"num_out_tokens": -1}, "num_out_tokens is -1"),
+        ({"top_k": 2.0}, "top_k is 2.0"),
+        ({"top_k": True}, "top_k is True"),
+    ],
+)
+def test_numbers_that_are_no_integers_are_refused(options: dict[str, float], words: str) -> None:
+    chosen = indices()
+    routing = chosen if "num_experts" in options else mask_of(chosen)
+    with pytest.raises(ValueError, match=words):
+        octavo.permute_tokens(torch.randn(T, H), routing, **options)
+
+
+def test_an_expert_named_twice_is_refused() -> None:
+    chosen = torch.tensor([[0, 1, 2], [4, 3, 4]])
+    with pytest.raises(ValueError, match=r"names expert 4 twice for token 1, \[4, 3, 4\]"):
+        octavo.permute_tokens(torch.randn(2, H), chosen, num_experts=E)

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.functional.grouped_sizes import is_integer
+
 
 class TokenMap(NamedTuple):
     """Which row belongs to which token.
@@ -26,12 +28,14 @@ class TokenMap(NamedTuple):
         slot: [M], where each row stands in `inverse` laid flat.
         inverse: [T, S], the row of each token for the s-th of its experts; -1 if it has fewer.
         column: [T, S], the expert of each of these, of the mask form; None of the index form, where it is s itself.
+        num_experts: E.
     """
 
     token: Tensor
     slot: Tensor
     inverse: Tensor
     column: Tensor | None
+    num_experts: int
 
 
 class Permuted(NamedTuple):
@@ -63,18 +67,19 @@ def permute_tokens(
 
     Args:
         x: any floating dtype.
-        routing: the index form, integers [T, k] from 0 to num_experts - 1, each expert at most once a token; or the
-            mask form, booleans [T, E].
+        routing: the index form, integers [T, k] from 0 to num_experts - 1, each expert at most once a token (which is
+            checked on a CPU); or the mask form, booleans [T, E].
         probs: of the shape of `routing`, permuted along with the rows.
         num_experts: E, for the index form.
-        num_out_tokens: M, how many the mask chooses; without it the device is asked, which waits for it. A device is
-            told to check it and is not waited for; a mask on a CPU is checked at once.
+        num_out_tokens: M, of the mask form, how many it chooses; without it the device is asked, which waits for it. A
+            device is told to check it and is not waited for; a mask on a CPU is checked at once.
         top_k: of the mask form, at most how many experts a token has; E if left out. What is beyond is left out.
 
     Raises:
         ValueError: shapes, dtypes, experts or `num_out_tokens` do not fit.
     """
     _check(x, routing, probs)
+    _check_options(num_experts, num_out_tokens, top_k)
     if routing.dtype == torch.bool:
         if num_experts is not None and num_experts != routing.shape[1]:
             raise ValueError(f"num_experts is {num_experts}, and the mask has {routing.shape[1]} columns: leave it out")
@@ -82,6 +87,12 @@ def permute_tokens(
     else:
         if num_experts is None:
             raise ValueError("the index form does not tell how many experts there are: give num_experts")
+        for name, value in (("num_out_tokens", num_out_tokens), ("top_k", top_k)):
+            if value is not None:
+                raise ValueError(
+                    f"{name} is {value}, and routing {tuple(routing.shape)} is of the index form, which says it itself:"
+                    " leave it out, or give a mask [T, E] of booleans"
+                )
         made, splits = _map_of_indices(routing, num_experts)
     rows: Tensor = _Permute.apply(x, made.token, made.inverse)
     taken = None
@@ -97,7 +108,7 @@ def unpermute_tokens(rows: Tensor, map: TokenMap, probs: Tensor | None = None) -
     Args:
         rows: [M, H].
         map: that `permute_tokens` gave.
-        probs: [T, k] or [T, E], as the routing came.
+        probs: of the shape of the routing that the map was made of: [T, k] of the index form, [T, E] of the mask form.
 
     Raises:
         ValueError: shapes do not fit.
@@ -106,8 +117,7 @@ def unpermute_tokens(rows: Tensor, map: TokenMap, probs: Tensor | None = None) -
         raise ValueError(f"rows have shape {tuple(rows.shape)}: the map is one of {map.token.shape[0]} rows")
     weights = None
     if probs is not None:
-        if probs.dim() != 2 or probs.shape[0] != map.inverse.shape[0]:
-            raise ValueError(f"probs have shape {tuple(probs.shape)}, and there are {map.inverse.shape[0]} tokens")
+        _check_probs(probs, map)
         weights = probs if map.column is None else probs.gather(1, map.column)
     result: Tensor = _Combine.apply(rows, weights, map.token, map.slot, map.inverse)
     return result
@@ -208,6 +218,7 @@ def _map_of_indices(routing: Tensor, num_experts: int) -> tuple[TokenMap, Tensor
     tokens, k = routing.shape
     flat = routing.reshape(-1)
     _check_range(flat, num_experts)
+    _check_once(routing)
     # 1. Stable: the tokens of an expert stay in their order.  [T k] -> [M]
     slot = torch.sort(flat, stable=True).indices
     # 2. Where each has gone.  [M] -> [T, k]
@@ -215,7 +226,7 @@ def _map_of_indices(routing: Tensor, num_experts: int) -> tuple[TokenMap, Tensor
     # 3. How many an expert has; integers, summed in any order.
     experts = torch.arange(num_experts, device=flat.device, dtype=flat.dtype)
     splits = (flat[:, None] == experts).sum(0, dtype=torch.int32)
-    return TokenMap(slot // k, slot, inverse.reshape(tokens, k), None), splits
+    return TokenMap(slot // k, slot, inverse.reshape(tokens, k), None, num_experts), splits
 
 
 def _map_of_mask(mask: Tensor, num_rows: int | None, top_k: int | None) -> tuple[TokenMap, Tensor]:
@@ -239,7 +250,7 @@ def _map_of_mask(mask: Tensor, num_rows: int | None, top_k: int | None) -> tuple
     target = torch.where(inverse >= 0, inverse, num_rows)
     slot = flat.new_zeros(num_rows + 1).scatter_(0, target.reshape(-1), flat.reshape(-1))[:num_rows]
     splits = mask.sum(0, dtype=torch.int32)
-    return TokenMap(slot // width, slot, inverse, column), splits
+    return TokenMap(slot // width, slot, inverse, column, num_experts), splits
 
 
 def _check_range(flat: Tensor, num_experts: int) -> None:
@@ -249,6 +260,39 @@ def _check_range(flat: Tensor, num_experts: int) -> None:
     elif not inside:
         outside = flat[(flat < 0) | (flat >= num_experts)][0]
         raise ValueError(f"routing names expert {int(outside)}: experts are 0 to {num_experts - 1}")
+
+
+def _check_once(routing: Tensor) -> None:
+    if routing.is_cuda or torch.compiler.is_compiling():
+        # Twice the row of a token, twice in its sum: no error on the device, where looking for it costs a sort.
+        return
+    ordered = routing.sort(1).values
+    twice = ordered[:, 1:] == ordered[:, :-1]
+    if twice.any():
+        token, place = twice.nonzero()[0].tolist()
+        raise ValueError(
+            f"routing names expert {int(ordered[token, place])} twice for token {token}, {routing[token].tolist()}:"
+            " each expert at most once a token"
+        )
+
+
+def _check_probs(probs: Tensor, map: TokenMap) -> None:
+    index_form = map.column is None
+    tokens, width = map.inverse.shape
+    expected = (tokens, width if index_form else map.num_experts)
+    if tuple(probs.shape) != expected:
+        form = "index form, [T, k]" if index_form else "mask form, [T, E]"
+        raise ValueError(
+            f"probs have shape {tuple(probs.shape)}: expected {expected}, that of the routing which the map was made"
+            f" of, in the {form}"
+        )
+
+
+def _check_options(num_experts: int | None, num_out_tokens: int | None, top_k: int | None) -> None:
+    named = (("num_experts", num_experts, 1), ("num_out_tokens", num_out_tokens, 0), ("top_k", top_k, 1))
+    for name, value, least in named:
+        if value is not None and (not is_integer(value) or value < least):
+            raise ValueError(f"{name} is {value!r}: expected an integer of {least} or more")
 
 
 def _check_count(mask: Tensor, num_rows: int) -> None:
@@ -263,7 +307,7 @@ def _check(x: Tensor, routing: Tensor, probs: Tensor | None) -> None:
         raise ValueError(
             f"x has shape {tuple(x.shape)} and routing {tuple(routing.shape)}: expected [T, H], and [T, k] or [T, E]"
         )
-    if routing.is_floating_point():
+    if routing.is_floating_point() or routing.is_complex():
         raise ValueError(f"routing has dtype {routing.dtype}: expected integers (experts) or bool (a mask)")
     if probs is not None and probs.shape != routing.shape:
         raise ValueError(f"probs have shape {tuple(probs.shape)}: expected that of routing, {tuple(routing.shape)}")

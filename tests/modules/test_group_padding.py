@@ -87,3 +87,71 @@ def test_what_does_not_fit_is_refused() -> None:
         unpadding(torch.randn(12, 3), [4, 7])
     with pytest.raises(ValueError, match="give num_rows"):
         unpadding(torch.randn(32, 3), torch.tensor([4, 7]))
+
+
+WRONG_SIZES = [
+    (torch.tensor([3, 3]), "sums to 6, and there are 10 rows"),
+    (torch.tensor([3, 30]), "sums to 33, and there are 10 rows"),
+    (torch.tensor([-2, 12]), r"m_splits\[0\] is -2"),
+    (torch.tensor([4.0, 6.0]), "float32.*expected integers.*give a list"),
+    (torch.tensor([True, False]), "torch.bool.*expected integers"),
+    (torch.tensor([[4, 6]]), r"shape \(1, 2\).*expected integers"),
+    (torch.tensor(10), r"shape \(\).*expected integers"),
+    (torch.tensor([4, 3, 3]), "3 entries for 2 groups"),
+    ([-2, 12], r"m_splits\[0\] is -2"),
+    ([4.0, 6.0], r"m_splits\[0\] is 4.0: expected integers"),
+    ([True, 9], r"m_splits\[0\] is True: expected integers"),
+    (None, "m_splits is None: expected integers"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "words"), WRONG_SIZES, ids=str)
+def test_sizes_that_do_not_fit_are_refused_both_ways(sizes: Tensor | list[int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        octavo.Padding(2)(torch.randn(10, 8), sizes)
+    # 48 rows: as many as any two sizes of 10 rows could need.
+    with pytest.raises(ValueError, match=words):
+        octavo.Unpadding(2)(torch.randn(48, 8), sizes, 10)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_unpadding_invents_no_rows(on_device: bool) -> None:
+    sizes = [3, 7]
+    given = torch.tensor(sizes) if on_device else sizes
+    padded, _ = octavo.Padding(2)(torch.randn(10, 8), given)
+    unpadding = octavo.Unpadding(2)
+    with pytest.raises(ValueError, match="25"):
+        unpadding(padded, given, 25)
+    for rows in (10.0, -1, True):
+        with pytest.raises(ValueError, match=f"num_rows is {rows}: expected an integer"):
+            unpadding(padded, given, rows)
+    assert unpadding(padded, given, 10).shape == (10, 8)
+
+
+def test_rows_that_were_not_padded_are_not_taken_out() -> None:
+    with pytest.raises(ValueError, match=r"m_splits \[3, 7\] padded to multiples of 16 sums to 32"):
+        octavo.Unpadding(2)(torch.randn(31, 8), torch.tensor([3, 7]), 10)
+    with pytest.raises(ValueError, match=r"\(9, 8\) and num_rows is 10"):
+        octavo.Unpadding(2)(torch.randn(9, 8), torch.tensor([3, 7]), 10)
+    for one in (octavo.Padding(2), octavo.Unpadding(2)):
+        with pytest.raises(ValueError, match=r"\(2, 5, 8\): expected \[rows, H\]"):
+            one(torch.randn(2, 5, 8), torch.tensor([3, 7]), *([10] if isinstance(one, octavo.Unpadding) else []))
+
+
+@pytest.mark.parametrize("which", ["padding", "unpadding"])
+def test_what_only_the_device_knows_is_asserted_there(which: str) -> None:
+    """A compiler traces the assertion that a device is given."""
+    one = octavo.Padding(2) if which == "padding" else octavo.Unpadding(2)
+    x, more = (torch.randn(10, 8), ()) if which == "padding" else (torch.randn(48, 8), (10,))
+    compiled = torch.compile(one, fullgraph=True, backend="aot_eager")
+    compiled(x, torch.tensor([3, 7]), *more)
+    for sizes in ([3, 3], [-2, 12]):
+        with pytest.raises(RuntimeError, match="m_splits must be 0 or more and sum to"):
+            compiled(x, torch.tensor(sizes), *more)
+
+
+def test_small_integers_hold_what_padding_makes_of_them() -> None:
+    x, sizes = torch.randn(120, 8), torch.tensor([120, 0], dtype=torch.int8)
+    padded, whole = octavo.Padding(2, 32)(x, sizes)
+    assert int(whole.sum()) == padded.shape[0]
+    assert torch.equal(octavo.Unpadding(2, 32)(padded, sizes, 120), x)

@@ -161,3 +161,60 @@ def test_what_does_not_fit_is_refused() -> None:
         octavo.TopKRouter(H, E, K)(torch.randn(3, H + 1))
     with pytest.raises(ValueError, match=r"expected \[T, E\]"):
         route(torch.randn(3), 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"top_k": True}, "top_k is True.*integer"),
+        ({"top_k": 2.0}, "top_k is 2.0.*integer"),
+        ({"top_k": "2"}, "top_k is '2'.*integer"),
+        ({"aux_loss_coefficient": float("nan")}, "aux_loss_coefficient is nan: expected a finite number"),
+        ({"aux_loss_coefficient": -0.1}, "aux_loss_coefficient is -0.1"),
+        ({"z_loss_coefficient": float("inf")}, "z_loss_coefficient is inf"),
+        ({"z_loss_coefficient": None}, "z_loss_coefficient is None"),
+        ({"scaling_factor": "a"}, "scaling_factor is 'a': expected a finite number"),
+        ({"scaling_factor": 0.0}, "scaling_factor is 0.0"),
+        ({"scaling_factor": True}, "scaling_factor is True"),
+        ({"softmax_before_choice": "no"}, "softmax_before_choice is 'no': expected True or False"),
+        ({"expert_bias": 1}, "expert_bias is 1: expected True or False"),
+        ({"num_experts": 6.0}, "num_experts is 6.0: expected an integer"),
+        ({"in_features": 0}, "in_features is 0: expected an integer"),
+    ],
+)
+def test_options_that_are_no_numbers_of_their_kind_are_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        octavo.TopKRouter(**{"in_features": H, "num_experts": E, "top_k": K, **options})
+
+
+def biased() -> octavo.TopKRouter:
+    return octavo.TopKRouter(H, E, K, score_function="sigmoid", expert_bias=True)
+
+
+@pytest.mark.parametrize("cast", ["bfloat16", "half", "double"])
+def test_the_bias_stays_float32_so_that_small_steps_count(cast: str) -> None:
+    router = biased()
+    router.expert_bias.fill_(1.001)
+    getattr(router, cast)()
+    assert router.weight.dtype == {"bfloat16": torch.bfloat16, "half": torch.float16, "double": torch.float64}[cast]
+    assert router.expert_bias.dtype == torch.float32
+    # Not cast there and back: 1.001 is none of bfloat16's.
+    assert float(router.expert_bias[0]) == pytest.approx(1.001, rel=1e-7)
+    router.expert_bias += 1e-3
+    assert float(router.expert_bias[0]) == pytest.approx(1.002, rel=1e-6)
+    assert router(torch.randn(T, H, dtype=router.weight.dtype)).indices.shape == (T, K)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_the_bias_is_float32_wherever_it_comes_from(assign: bool) -> None:
+    state = {name: value.bfloat16() for name, value in biased().state_dict().items()}
+    router = biased()
+    router.load_state_dict(state, assign=assign)
+    assert router.expert_bias.dtype == torch.float32
+    assert sorted(router.state_dict()) == ["expert_bias", "weight"]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert biased().expert_bias.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert biased().to("meta").to_empty(device="cpu").expert_bias.dtype == torch.float32

@@ -13,10 +13,14 @@ chooses alike.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import math
+import numbers
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from octavo.functional.grouped_sizes import is_integer
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 
@@ -64,13 +68,14 @@ def route(
         score_function: "softmax", or "sigmoid": then probabilities are divided by their sum, if k is more than 1.
         softmax_before_choice: probabilities are those of the softmax over all experts, which sum to less than 1.
         expert_bias: [E], added to the scores for the choice alone; for "sigmoid".
-        scaling_factor: of the probabilities.
+        scaling_factor: of the probabilities, above 0.
         aux_loss_coefficient, z_loss_coefficient: weights of the two losses; 0 leaves one out.
 
     Raises:
         ValueError: options or shapes do not fit.
     """
     _check(logits, top_k, score_function, softmax_before_choice, expert_bias)
+    check_weights(scaling_factor, aux_loss_coefficient, z_loss_coefficient)
     num_experts = logits.shape[1]
     logits = logits.float()
     # 1. Scores of all experts.  [T, E]
@@ -116,13 +121,31 @@ def z_loss(logits: Tensor) -> Tensor:
     return logits.logsumexp(-1).square().sum() / max(logits.shape[0], 1)
 
 
+def check_weights(scaling_factor: float, aux_loss_coefficient: float, z_loss_coefficient: float) -> None:
+    """Numbers that scale something.
+
+    Raises:
+        ValueError: one is no finite number of 0 or more, the first of more than 0.
+    """
+    named = (("aux_loss_coefficient", aux_loss_coefficient), ("z_loss_coefficient", z_loss_coefficient))
+    for name, value in named:
+        if not _is_finite(value) or value < 0:
+            raise ValueError(f"{name} is {value!r}: expected a finite number of 0 or more; 0 leaves the loss out")
+    if not _is_finite(scaling_factor) or scaling_factor <= 0:
+        raise ValueError(f"scaling_factor is {scaling_factor!r}: expected a finite number above 0; 1.0 changes nothing")
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) is not bool and isinstance(value, numbers.Real) and math.isfinite(value)
+
+
 def _check(
     logits: Tensor, top_k: int, score_function: str, softmax_before_choice: bool, expert_bias: Tensor | None
 ) -> None:
     if logits.dim() != 2:
         raise ValueError(f"logits have shape {tuple(logits.shape)}: expected [T, E]")
-    if not 1 <= top_k <= logits.shape[1]:
-        raise ValueError(f"top_k is {top_k}: a token goes to from 1 to {logits.shape[1]} experts")
+    if not is_integer(top_k) or not 1 <= top_k <= logits.shape[1]:
+        raise ValueError(f"top_k is {top_k!r}: a token goes to from 1 to {logits.shape[1]} experts, an integer")
     if score_function not in ("softmax", "sigmoid"):
         raise ValueError(f"score_function is {score_function!r}: expected 'softmax' or 'sigmoid'")
     if score_function == "sigmoid" and softmax_before_choice:

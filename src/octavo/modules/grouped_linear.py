@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from octavo.functional.grouped_linear import GroupedCall, bounds_of, grouped_linear, grouped_linear_apart
 from octavo.functional.grouped_on_device import DeviceCall, grouped_linear_on_device, unsupported_reasons
+from octavo.functional.grouped_sizes import check_size_tensor, sizes_on_host
 from octavo.kernels import amax
 from octavo.modules.layernorm_linear import check_cached_weight, check_input, fp8_dtype, reset_linear
 from octavo.modules.linear import CachedWeight
 from octavo.modules.mlp_part import MLPPart
+from octavo.modules.owned_parts import own_parts
 from octavo.recipes import Recipe
 from octavo.runtime import Call, LinearPlan, layer_call, plan_linear
 from octavo.runtime.autocast import in_backward
@@ -58,7 +60,21 @@ class Expert(MLPPart):
             return plan_linear(call, self.delayed_state, "", self.observer)
         if call.recipe.delayed is not None:
             self._notice_forgotten_update(weight)
-        return plan_linear(call, self.delayed_state, self.layer_name or f"GroupedLinear.{self.index}", self.observer)
+        return plan_linear(call, self.delayed_state, self.shown_name, self.observer)
+
+    @property
+    def shown_name(self) -> str:
+        """What counts and warnings call it."""
+        return self.layer_name or f"GroupedLinear.{self.prefix}"
+
+    def _notice_forgotten_update(self, weight: Tensor) -> None:
+        name = self.layer_name
+        # For as long as it may warn: without a name it would speak of a class that no model shows.
+        self.layer_name = self.shown_name
+        try:
+            super()._notice_forgotten_update(weight)
+        finally:
+            self.layer_name = name
 
     def taken_out(self, state_dict: dict[str, Any], prefix: str) -> tuple[dict[str, Tensor], bool]:
         """Its entries, taken out of the layer's; and whether there is a new weight."""
@@ -128,14 +144,15 @@ class GroupedLinear(nn.Module):
 
     @property
     def layer_name(self) -> str | None:
-        """Qualified name, for overrides and counts; those of the experts end in ".0", ".1" and so on."""
+        """Qualified name, for overrides and counts; those of the experts end in ".expert0", ".expert1" and so on."""
         name: str | None = self.parts[0].layer_name
-        return None if name is None else name.removesuffix(".0")
+        # A layer that is converted by itself has no name of its own.
+        return "" if name == "expert0" else name and name.removesuffix(".expert0")
 
     @layer_name.setter
     def layer_name(self, name: str | None) -> None:
         for part in self.parts:
-            part.layer_name = None if name is None else f"{name}.{part.index}"
+            part.layer_name = None if name is None else f"{name}.{part.prefix}".removeprefix(".")
 
     def reset_parameters(self) -> None:
         """Draw the parameters anew."""
@@ -154,7 +171,8 @@ class GroupedLinear(nn.Module):
             cached_weight: as of `octavo.Linear`, for all weights.
 
         Raises:
-            ValueError: shapes or sizes do not fit.
+            ValueError: shapes do not fit, sizes are no integers or do not sum to the tokens, or a parameter was
+                replaced by one of another size.
         """
         check_cached_weight(cached_weight)
         check_input(x, self.in_features)
@@ -168,17 +186,7 @@ class GroupedLinear(nn.Module):
 
     def _checked(self, m_splits: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
         """The sizes as integers."""
-        if isinstance(m_splits, Tensor):
-            m_splits = m_splits.tolist()
-        if len(m_splits) != self.num_gemms:
-            raise ValueError(
-                f"m_splits has {len(m_splits)} entries for {self.num_gemms} experts: give one an expert, 0 where it has"
-                " no token"
-            )
-        splits = tuple(m_splits)
-        for index, size in enumerate(splits):
-            if size < 0:
-                raise ValueError(f"m_splits[{index}] is {size}: a number of tokens is 0 or more")
+        splits = sizes_on_host(m_splits, self.num_gemms, "experts")
         if sum(splits) != tokens:
             raise ValueError(
                 f"m_splits {list(splits)} sums to {sum(splits)}, and x has {tokens} tokens: every token belongs to one"
@@ -186,10 +194,28 @@ class GroupedLinear(nn.Module):
             )
         return splits
 
+    def _check_parameters(self, weights: Sequence[Any], biases: Sequence[Any]) -> None:
+        """Those that were put in the place of others are as large."""
+        shapes = ("weight", weights, (self.out_features, self.in_features)), ("bias", biases, (self.out_features,))
+        for name, given, shape in shapes:
+            for index, one in enumerate(given):
+                if (one is None and name == "weight") or (one is not None and tuple(one.shape) != shape):
+                    found = "None" if one is None else f"of shape {tuple(one.shape)}"
+                    raise ValueError(
+                        f"{name}{index} is {found}: every {name} of this layer is {list(shape)}; build another"
+                        " GroupedLinear for other extents"
+                    )
+        if 0 < sum(bias is None for bias in biases) < len(biases):
+            missing = next(index for index, bias in enumerate(biases) if bias is None)
+            raise ValueError(
+                f"bias{missing} is None, and others are not: give all experts a bias, or none (zeros add 0)"
+            )
+
     def _by_group(self, x: Tensor, splits: tuple[int, ...], cached_weight: CachedWeight | None) -> Tensor:
         """The sizes are known: decide, quantize, multiply."""
         calls = [layer_call(part.delayed_state, part.recipe, part.layer_name) for part in self.parts]
         weights, biases = self.weights, self.biases
+        self._check_parameters(weights, biases)
         for part, call, weight, (start, stop) in zip(self.parts, calls, weights, bounds_of(splits), strict=True):
             # What a recompute in the backward sees has been seen before.
             if call.recipe is None and call.gather and not in_backward():
@@ -211,16 +237,13 @@ class GroupedLinear(nn.Module):
 
     def _on_device(self, x: Tensor, m_splits: Tensor, cached_weight: CachedWeight | None) -> Tensor:
         """Only the device knows the sizes."""
-        if m_splits.shape != (self.num_gemms,) or m_splits.is_floating_point() or m_splits.device != x.device:
-            raise ValueError(
-                f"m_splits is {m_splits.dtype} of shape {tuple(m_splits.shape)} on {m_splits.device}: expected integers"
-                f" [{self.num_gemms}] on {x.device}"
-            )
+        check_size_tensor(m_splits, self.num_gemms, x.device, "experts")
         calls = [layer_call(part.delayed_state, part.recipe, part.layer_name) for part in self.parts]
         recipe = calls[0].recipe
         if any(call.recipe is not recipe for call in calls):
             raise ValueError(f"m_splits is on {x.device} and the recipe differs between experts{_REMEDY}")
-        weights, plans = self.weights, None
+        weights, biases, plans = self.weights, self.biases, None
+        self._check_parameters(weights, biases)
         if recipe is not None:
             plans = tuple(
                 part.planned(call, weight) for part, call, weight in zip(self.parts, calls, weights, strict=True)
@@ -240,7 +263,7 @@ class GroupedLinear(nn.Module):
                 part.kept_operand(weight, plan, cached_weight)
                 for part, weight, plan in zip(self.parts, weights, plans, strict=True)
             )
-        return grouped_linear_on_device(x, m_splits, weights, self.biases, DeviceCall(plans, dtype, cached))
+        return grouped_linear_on_device(x, m_splits, weights, biases, DeviceCall(plans, dtype, cached))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         found = [part.taken_out(state_dict, prefix) for part in self.parts]
@@ -250,8 +273,7 @@ class GroupedLinear(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for part in self.parts:
-            part.belongs_to(self)
+        own_parts(self)
 
     def extra_repr(self) -> str:
         """Extents."""

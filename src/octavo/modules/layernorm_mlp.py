@@ -32,6 +32,7 @@ from octavo.modules.layernorm_linear import (
 from octavo.modules.linear import CachedWeight
 from octavo.modules.mlp_part import MLPPart
 from octavo.modules.norm import Normalization
+from octavo.modules.owned_parts import own_parts
 from octavo.recipes import Recipe
 from octavo.runtime import Call, checkpoint, layer_call
 from octavo.runtime.autocast import in_backward
@@ -254,8 +255,7 @@ class LayerNormMLP(NormalisedInput):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for part in self.parts:
-            part.belongs_to(self)
+        own_parts(self)
 
     def extra_repr(self) -> str:
         """Extents and options."""

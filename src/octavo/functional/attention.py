@@ -72,12 +72,21 @@ def attention(
     if causal is not None and valid is None and all(extra is None for extra in extras):
         return _without_mask(q, k, v, setup, causal)
     allowed, bias = _scores(q, k, setup.rules, valid, extras)
+    if valid is not None:
+        # What lies in the padding may be anything: 0 times NaN is NaN, and so would be what tokens give and get.
+        q = zeros_elsewhere(q, valid.queries[:, None, :, None])
+        k, v = (zeros_elsewhere(x, valid.keys[:, None, :, None]) for x in (k, v))
     return _with_mask(q, k, v, setup, allowed, bias)
 
 
 def needs_mask(rules: MaskRules, num_queries: int, num_keys: int) -> bool:
     """The rules alone make a mask tensor."""
     return _plainly_causal(rules, num_queries, num_keys) is None
+
+
+def zeros_elsewhere(x: Tensor, where: Tensor) -> Tensor:
+    """x where it is True, and zeros; elsewhere x gets a zero gradient."""
+    return torch.where(where, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def _plainly_causal(rules: MaskRules, num_queries: int, num_keys: int) -> bool | None:
@@ -123,23 +132,20 @@ def _with_mask(
     q: Tensor, k: Tensor, v: Tensor, setup: Attention, allowed: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     # 1. Queries that attend to nothing attend to everything, so that no kernel divides by zero.
-    some = None
-    if allowed is not None:
-        some = allowed.any(-1, keepdim=True)
-        allowed = allowed | ~some
+    some = None if allowed is None else allowed.any(-1, keepdim=True)
     # 2. One mask tensor: bool, or what is added to the scores.
-    mask = allowed
+    mask = None if allowed is None or some is None else allowed | ~some
     if bias is not None:
         mask = bias.to(_product_dtype(q))
-        if allowed is not None:
-            mask = mask.masked_fill(~allowed, float("-inf"))
+        if allowed is not None and some is not None:
+            mask = mask.masked_fill(~allowed, float("-inf")).masked_fill(~some, 0.0)
     if mask is not None:
         mask = mask.expand(q.shape[0], mask.shape[-3] if mask.dim() > 2 else 1, q.shape[-2], k.shape[-2])
     # 3. Heads of k and v, one for each of q.
     k, v = _repeated(k, q), _repeated(v, q)
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=setup.dropout, scale=setup.scale)
     # 4. And give zeros.
-    return out if some is None else torch.where(some, out, torch.zeros((), dtype=out.dtype, device=out.device))
+    return out if some is None else zeros_elsewhere(out, some)
 
 
 def _repeated(heads: Tensor, q: Tensor) -> Tensor:

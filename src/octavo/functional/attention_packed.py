@@ -23,12 +23,14 @@ a window, "varlen" does without.
 from __future__ import annotations
 
 import inspect
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.functional.attention import NOTHING, Attention, Extras, attention, needs_mask
+from octavo.functional.attention import NOTHING, Attention, Extras, attention, needs_mask, zeros_elsewhere
+from octavo.functional.attention_lengths import check_ends
 from octavo.functional.attention_mask import MaskRules, Valid, alibi_bias
 from octavo.functional.rotary import sequence_of
 
@@ -180,7 +182,7 @@ def _varlen_reasons(q: Tensor, v: Tensor, setup: Attention, same_lengths: bool, 
     accepted = _varlen_arguments()
     if not accepted:
         return ["this torch has no torch.nn.attention.varlen"]
-    reasons = []
+    reasons = ["no queries"] if 0 in q.shape else []
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else q.dtype
     if dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"{dtype}: varlen_attn takes float16 and bfloat16")
@@ -225,11 +227,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, setup: Attention, packing: Packing,
     # Flash writes nothing at tokens that belong to no sequence, neither of results nor of gradients.
     inside_q = _inside(packing.cu_q, q.shape[0])
     inside_kv = inside_q if packing.cu_kv is packing.cu_q else _inside(packing.cu_kv, k.shape[0])
-    nothing = torch.zeros((), dtype=q.dtype, device=q.device)
-    q = torch.where(inside_q, q, nothing)
-    k, v = torch.where(inside_kv, k, nothing), torch.where(inside_kv, v, nothing)
-    out = _by_flash(q, k, v, setup, packing)
-    return torch.where(inside_q, out, nothing.to(out.dtype))
+    q, k, v = zeros_elsewhere(q, inside_q), zeros_elsewhere(k, inside_kv), zeros_elsewhere(v, inside_kv)
+    return zeros_elsewhere(_by_flash(q, k, v, setup, packing), inside_q)
 
 
 def _inside(cu: Tensor, tokens: int) -> Tensor:
@@ -267,16 +266,20 @@ def _by_flash(q: Tensor, k: Tensor, v: Tensor, setup: Attention, packing: Packin
 
 
 def _loop(q: Tensor, k: Tensor, v: Tensor, setup: Attention, packing: Packing, slopes: Tensor | None) -> Tensor:
-    begins_q, begins_kv = packing.cu_q.tolist(), packing.cu_kv.tolist()
+    ends_q, ends_kv = packing.cu_q.tolist(), packing.cu_kv.tolist()
+    check_ends("cu_seqlens_q", ends_q, q.shape[0])
+    check_ends("cu_seqlens_kv", ends_kv, k.shape[0])
     extras = Extras(slopes=slopes)
-    parts = [_zeros(q, v, begins_q[0])]
-    for b in range(len(begins_q) - 1):
-        mine, theirs = slice(*begins_q[b : b + 2]), slice(*begins_kv[b : b + 2])
+    # Sequences without tokens as well: where there are no others, they are what the gradient goes through.
+    places = zip(pairwise(ends_q), pairwise(ends_kv), strict=True)
+    parts = []
+    for mine, theirs in [(slice(*own), slice(*other)) for own, other in places] or [(slice(0, 0), slice(0, 0))]:
         # [S, H, D] -> [1, H, S, D] -> [S, H, Dv]
         out = attention(_one(q[mine]), _one(k[theirs]), _one(v[theirs]), setup, None, extras)
         parts.append(out[0].transpose(0, 1))
-    parts.append(_zeros(q, v, q.shape[0] - begins_q[-1]).to(parts[-1].dtype))
-    return torch.cat([part for part in parts if part.shape[0]] or parts[:1])
+    outside = ends_q[0], q.shape[0] - ends_q[-1]
+    before, behind = (_zeros(q, v, tokens).to(parts[0].dtype) for tokens in outside)
+    return torch.cat([before, *parts, behind])
 
 
 def _one(x: Tensor) -> Tensor:
@@ -292,6 +295,8 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, setup: Attention, packing: Packing,
     # 1. Sequence of each token, and its place there.  [T]
     seq_q, place_q = _places(packing.cu_q, q.shape[0])
     seq_kv, place_kv = _places(packing.cu_kv, k.shape[0])
+    q = zeros_elsewhere(q, (place_q >= 0)[:, None, None])
+    k, v = (zeros_elsewhere(x, (place_kv >= 0)[:, None, None]) for x in (k, v))
     # 2. How far apart.  [Tq, Tk]
     apart = place_kv - place_q[:, None]
     if not rules.top_left:

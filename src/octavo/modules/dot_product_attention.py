@@ -18,6 +18,13 @@ from torch import Tensor, nn
 from typing_extensions import TypedDict, Unpack
 
 from octavo.functional.attention import Attention, Extras
+from octavo.functional.attention_lengths import (
+    check_bool,
+    check_broadcasts,
+    check_packed,
+    valid_by_mask,
+    valid_by_sums,
+)
 from octavo.functional.attention_mask import MaskRules, Valid, alibi_slopes, mask_rules
 from octavo.functional.attention_operands import as_fp8_operand
 from octavo.functional.attention_packed import Packing, packed_attention, padded_attention, unpadded_attention
@@ -33,7 +40,8 @@ class AttentionCall(TypedDict, total=False):
 
     Attributes:
         attention_mask: bool, True is left out. With a padding type [B, 1, 1, S] (or [B, S]), a pair of them where
-            queries and keys differ; tokens come before padding. With "arbitrary" it broadcasts to [B, H, Sq, Skv].
+            queries and keys differ; tokens come before padding; B may be 1. With "arbitrary" it broadcasts to
+            [B, H, Sq, Skv].
         attn_mask_type: instead of the layer's.
         window_size: instead of the layer's.
         core_attention_bias_type: "no_bias", "pre_scale_bias", "post_scale_bias" or "alibi".
@@ -124,22 +132,25 @@ class DotProductAttention(nn.Module):
             call: masks, biases and the rest, see `AttentionCall`.
 
         Raises:
-            ValueError: shapes that do not fit the layer; a mask, bias or lengths that the types do not go with.
+            TypeError: an argument that attention does not have; lengths or a mask that are no tensors.
+            ValueError: shapes that do not fit the layer or one another; a mask, bias or lengths that the types do not
+                go with, or of another batch.
         """
+        check_call(call)
         layout = self.qkv_format if qkv_format is None else qkv_format
         self._check_operands(layout, query_layer, key_layer, value_layer)
         setup = self._setup(call, after_cache)
         slopes = self._slopes(call, query_layer.device)
         if layout == "thd":
-            packing = _packing(call, setup.rules)
+            packing = packing_of(call, setup.rules, query_layer.shape[0], key_layer.shape[0])
             return self._run(
                 lambda q, k, v: packed_attention(q, k, v, setup, packing, slopes),
                 (query_layer, key_layer, value_layer),
                 call,
             ).flatten(-2)
         q, k, v = (_heads_first(x, layout) for x in (query_layer, key_layer, value_layer))
-        valid = _valid(call, setup.rules, q.shape[-2], k.shape[-2])
-        extras = Extras(_arbitrary(call, setup.rules), self._bias(call, setup), slopes)
+        valid = _valid(call, setup.rules, q, k)
+        extras = self._extras(call, setup, slopes, q, k)
         if valid is None:
             out = self._run(lambda q, k, v: unpadded_attention(q, k, v, setup, extras), (q, k, v), call)
         else:
@@ -149,14 +160,17 @@ class DotProductAttention(nn.Module):
 
     def way(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, **call: Unpack[AttentionCall]) -> str:
         """How such a call is computed, and why so: for whoever wonders about its speed."""
+        check_call(call)
+        self._check_operands(self.qkv_format, query_layer, key_layer, value_layer)
         setup, slopes = self._setup(call, False), self._slopes(call, query_layer.device)
         operands = (query_layer, key_layer, value_layer)
         if self.qkv_format == "thd":
-            said = attention_way(*operands, setup, Extras(slopes=slopes), _packing(call, setup.rules))
+            packing = packing_of(call, setup.rules, query_layer.shape[0], key_layer.shape[0])
+            said = attention_way(*operands, setup, Extras(slopes=slopes), packing)
         else:
-            extras = Extras(_arbitrary(call, setup.rules), self._bias(call, setup), slopes)
             q, k, v = (_heads_first(x, self.qkv_format) for x in operands)
-            valid = _valid(call, setup.rules, q.shape[-2], k.shape[-2])
+            extras = self._extras(call, setup, slopes, q, k)
+            valid = _valid(call, setup.rules, q, k)
             same = valid is None or valid.queries is valid.keys
             said = attention_way(q, k, v, setup, extras, same_lengths=same)
         return f"{said}, FP8 operands emulated" if self.fp8_attention else said
@@ -197,6 +211,20 @@ class DotProductAttention(nn.Module):
             )
         return slopes
 
+    def _extras(self, call: AttentionCall, setup: Attention, slopes: Tensor | None, q: Tensor, k: Tensor) -> Extras:
+        """What is added to the scores or forbidden, of q and k [B, H, S, D]."""
+        extras = Extras(_arbitrary(call, setup.rules), self._bias(call, setup), slopes)
+        scores = (*q.shape[:3], k.shape[2])
+        for name, x in (("attention_mask", extras.mask), ("core_attention_bias", extras.bias)):
+            if x is not None:
+                check_broadcasts(name, x, scores)
+        if slopes is not None and slopes.dim() > 1 and slopes.shape[0] not in (1, scores[0]):
+            raise ValueError(
+                f"alibi_slopes has shape {tuple(slopes.shape)}: expected [{scores[1]}], or [{scores[0]}, {scores[1]}]"
+                " of the batch"
+            )
+        return extras
+
     def _bias(self, call: AttentionCall, setup: Attention) -> Tensor | None:
         kind, bias = call.get("core_attention_bias_type", "no_bias"), call.get("core_attention_bias")
         wanted = kind in ("pre_scale_bias", "post_scale_bias")
@@ -221,6 +249,17 @@ class DotProductAttention(nn.Module):
                     f"{name} has shape {tuple(x.shape)}: qkv_format={layout!r} has {dims} dimensions, the last two"
                     f" {heads} heads of {features} features"
                 )
+        if k.shape[:-2] != v.shape[:-2]:
+            raise ValueError(
+                f"key_layer has shape {tuple(k.shape)} and value_layer {tuple(v.shape)}: each key has a value; all but"
+                " the last dimension must agree"
+            )
+        batch = 1 if layout == "sbhd" else 0
+        if layout != "thd" and q.shape[batch] != k.shape[batch]:
+            raise ValueError(
+                f"query_layer has shape {tuple(q.shape)} and key_layer {tuple(k.shape)}: qkv_format={layout!r} has the"
+                f" batch in dimension {batch}, and queries and keys must be of one batch"
+            )
 
     def extra_repr(self) -> str:
         """Heads and options."""
@@ -256,7 +295,28 @@ def _heads_first(x: Tensor, layout: str) -> Tensor:
     return x.permute(1, 2, 0, 3) if layout == "sbhd" else x.transpose(1, 2)
 
 
-def _packing(call: AttentionCall, rules: MaskRules) -> Packing:
+_OF_A_CALL = tuple(AttentionCall.__annotations__)
+
+
+def check_call(call: AttentionCall, name: str = "attention") -> None:
+    """Raise TypeError for an argument that attention does not have; `name` says whose."""
+    unknown = [key for key in call if key not in _OF_A_CALL]
+    if unknown:
+        raise TypeError(f"{name} has no argument {', '.join(unknown)}: expected some of {', '.join(_OF_A_CALL)}")
+
+
+def packing_of(call: AttentionCall, rules: MaskRules, num_queries: int, num_keys: int) -> Packing:
+    """Where sequences of "thd" lie.
+
+    Args:
+        call: of attention.
+        rules: of its mask.
+        num_queries, num_keys: tokens of all sequences.
+
+    Raises:
+        TypeError: sums that are no tensors.
+        ValueError: sums of no such sequences; a mask or bias, which belong to other formats.
+    """
     cu_q, cu_kv = call.get("cu_seqlens_q"), call.get("cu_seqlens_kv")
     if cu_q is None:
         raise ValueError("qkv_format='thd' needs cu_seqlens_q, [batch + 1]: where each sequence begins, and the end")
@@ -268,39 +328,26 @@ def _packing(call: AttentionCall, rules: MaskRules) -> Packing:
         raise ValueError("qkv_format='thd' takes no core_attention_bias: use 'alibi', or a padded format")
     max_q, max_kv = call.get("max_seqlen_q"), call.get("max_seqlen_kv")
     if cu_kv is None:
+        check_packed(("cu_seqlens_q", "cu_seqlens_q (of keys too)"), (cu_q, cu_q), (num_queries, num_keys))
         return Packing(cu_q, cu_q, max_q, max_q if max_kv is None else max_kv)
+    check_packed(("cu_seqlens_q", "cu_seqlens_kv"), (cu_q, cu_kv), (num_queries, num_keys))
     return Packing(cu_q, cu_kv, max_q, max_kv)
 
 
-def _valid(call: AttentionCall, rules: MaskRules, num_queries: int, num_keys: int) -> Valid | None:
-    """Which positions hold tokens."""
+def _valid(call: AttentionCall, rules: MaskRules, q: Tensor, k: Tensor) -> Valid | None:
+    """Which positions hold tokens, of q and k [B, H, S, D]."""
     if not rules.padded:
         return None
-    mask, cu_q, cu_kv = call.get("attention_mask"), call.get("cu_seqlens_q"), call.get("cu_seqlens_kv")
-    if isinstance(mask, Tensor):
-        queries = keys = _tokens(mask)
-    elif mask is not None:
-        queries, keys = (_tokens(part) for part in mask)
-    elif cu_q is not None:
-        queries = keys = torch.arange(num_queries, device=cu_q.device) < cu_q.diff()[:, None]
-        if cu_kv is not None and cu_kv is not cu_q:
-            keys = torch.arange(num_keys, device=cu_kv.device) < cu_kv.diff()[:, None]
-    else:
-        raise ValueError(
-            f"attn_mask_type is {rules.mask_type!r}: attention_mask (True where there is padding) or cu_seqlens_q must"
-            " say where the padding is"
-        )
-    if queries.shape[1] != num_queries or keys.shape[1] != num_keys:
-        raise ValueError(
-            f"attention_mask is for {queries.shape[1]} queries and {keys.shape[1]} keys, and there are {num_queries}"
-            f" and {num_keys}: give a pair (of the queries, of the keys) where they differ"
-        )
-    return Valid(queries, keys)
-
-
-def _tokens(mask: Tensor) -> Tensor:
-    """[B, S], True for tokens, of a mask that is True for padding."""
-    return ~_checked(mask, "attention_mask").reshape(mask.shape[0], -1)
+    mask, cu_q = call.get("attention_mask"), call.get("cu_seqlens_q")
+    extents = q.shape[0], q.shape[-2], k.shape[-2]
+    if mask is not None:
+        return valid_by_mask(mask, *extents)
+    if cu_q is not None:
+        return valid_by_sums(cu_q, call.get("cu_seqlens_kv"), *extents)
+    raise ValueError(
+        f"attn_mask_type is {rules.mask_type!r}: attention_mask (True where there is padding) or cu_seqlens_q must"
+        " say where the padding is"
+    )
 
 
 def _arbitrary(call: AttentionCall, rules: MaskRules) -> Tensor | None:
@@ -308,16 +355,11 @@ def _arbitrary(call: AttentionCall, rules: MaskRules) -> Tensor | None:
     if rules.mask_type == "arbitrary":
         if not isinstance(mask, Tensor):
             raise ValueError("attn_mask_type is 'arbitrary': attention_mask must be a tensor, True where nobody looks")
-        return _checked(mask, "attention_mask")
+        check_bool(mask)
+        return mask
     if mask is not None and not rules.padded:
         raise ValueError(
             f"attention_mask is given with attn_mask_type={rules.mask_type!r}, which takes none: use 'padding',"
             " 'padding_causal' or 'arbitrary'"
         )
     return None
-
-
-def _checked(mask: Tensor, name: str) -> Tensor:
-    if mask.dtype is not torch.bool:
-        raise ValueError(f"{name} has dtype {mask.dtype}: expected bool, True for what is left out")
-    return mask

@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from octavo.modules.attention_cache import attended_from_cache, turned
-from octavo.modules.dot_product_attention import AttentionCall, DotProductAttention, check_groups
+from octavo.modules.dot_product_attention import (
+    AttentionCall,
+    DotProductAttention,
+    check_call,
+    check_groups,
+    packing_of,
+)
 from octavo.modules.kv_cache import Cache
 from octavo.modules.layernorm_linear import LayerNormLinear
 from octavo.modules.linear import CachedWeight, Linear
@@ -150,12 +156,18 @@ class MultiheadAttention(nn.Module):
             kv_cache: generation: keeps keys and values, and gives those of all tokens so far.
             cached_weight: as of `octavo.Linear`, for all weights.
             call: of attention, see `AttentionCall`.
+
+        Raises:
+            TypeError: an argument that attention does not have.
+            ValueError: an input of another shape; what does not go with the layer, as of `octavo.DotProductAttention`.
         """
+        check_call(call)
         if (encoder_output is not None) != (self.attention_type == "cross"):
             raise ValueError(
                 f"attention_type is {self.attention_type!r} and encoder_output is"
                 f" {'None' if encoder_output is None else 'given'}: it belongs to 'cross', and to it alone"
             )
+        self._check_inputs(hidden_states, encoder_output)
         # 1. Heads.  [..., hidden] -> q [..., H, D], k, v [..., G, D]
         q, k, v, normed = self._heads(hidden_states, encoder_output, cached_weight)
         # 2. Positions and norms.
@@ -175,6 +187,25 @@ class MultiheadAttention(nn.Module):
         # 4. Back.  [..., H D] -> [..., hidden]
         y: Tensor = self.proj(context, **_micro_batch(cached_weight))
         return y if normed is None else (y, normed)
+
+    def _check_inputs(self, hidden_states: Tensor, encoder_output: Tensor | None) -> None:
+        layout, hidden = self.qkv_format, self.hidden_size
+        shapes = {
+            "sbhd": ("tokens", "batch", str(hidden)), "bshd": ("batch", "tokens", str(hidden)),
+            "thd": ("tokens", str(hidden)),
+        }  # fmt: skip
+        for name, x in (("hidden_states", hidden_states), ("encoder_output", encoder_output)):
+            if x is not None and (x.dim() != len(shapes[layout]) or x.shape[-1] != hidden):
+                raise ValueError(
+                    f"{name} has shape {tuple(x.shape)}: the layer's format {layout!r} takes"
+                    f" [{', '.join(shapes[layout])}]"
+                )
+        batch = 1 if layout == "sbhd" else 0
+        if encoder_output is not None and layout != "thd" and encoder_output.shape[batch] != hidden_states.shape[batch]:
+            raise ValueError(
+                f"encoder_output has shape {tuple(encoder_output.shape)} and hidden_states"
+                f" {tuple(hidden_states.shape)}: of format {layout!r}, both must be of one batch, dimension {batch}"
+            )
 
     def _heads(
         self, x: Tensor, encoder_output: Tensor | None, cached_weight: CachedWeight | None
@@ -212,9 +243,11 @@ class MultiheadAttention(nn.Module):
         for_q, for_k = (angles, angles) if isinstance(angles, Tensor) else angles
         batch = q.shape[1 if self.qkv_format == "sbhd" else 0]
         starts = (0,) if cache is None else cache.lengths(self.core_attention, batch)
-        cu_q, cu_kv = call.get("cu_seqlens_q"), call.get("cu_seqlens_kv")
+        cu_q = cu_kv = None
+        if self.qkv_format == "thd":
+            cu_q, cu_kv = packing_of(call, self.core_attention.rules, q.shape[0], k.shape[0])[:2]
         q = turned(q, for_q, self.qkv_format, starts, cu_q, self.rotary_pos_interleaved)
-        k = turned(k, for_k, self.qkv_format, starts, cu_q if cu_kv is None else cu_kv, self.rotary_pos_interleaved)
+        k = turned(k, for_k, self.qkv_format, starts, cu_kv, self.rotary_pos_interleaved)
         return q, k
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from octavo.functional.bias_dropout_add import bias_dropout_add, drop_path, drop_path_of_packed
-from octavo.modules.dot_product_attention import AttentionCall, check_probability
+from octavo.modules.dot_product_attention import AttentionCall, check_call, check_probability
 from octavo.modules.kv_cache import Cache
 from octavo.modules.layernorm_mlp import LayerNormMLP, SavedInput
 from octavo.modules.linear import CachedWeight
@@ -36,6 +36,27 @@ from octavo.modules.norm import LayerNorm, Normalization, RMSNorm
 from octavo.recipes import Recipe
 
 LayerType = Literal["encoder", "decoder"]
+
+_OF_ATTENTION = (
+    "kv_channels",
+    "fuse_qkv_params",
+    "qkv_weight_interleaved",
+    "attention_dropout",
+    "softmax_scale",
+    "fp8_attention",
+    "qk_norm_type",
+    "qk_norm_eps",
+    "qk_norm_before_rope",
+    "rotary_pos_interleaved",
+)
+# What the layer says to its attention itself, and how it is told.
+_INSTEAD = {
+    "qkv_format": "attn_input_format",
+    "attn_mask_type": "self_attn_mask_type, and enc_dec_attn_mask_type of a decoder",
+    "attention_type": "layer_type='decoder', which adds attention to the encoder's output",
+    "input_layernorm": "output_layernorm, which takes the norm of the input away",
+    "return_layernorm_output": "apply_residual_connection_post_layernorm",
+}
 
 
 class TransformerLayer(nn.Module):
@@ -60,6 +81,10 @@ class TransformerLayer(nn.Module):
         normalization, eps, zero_centered_gamma: as of `octavo.LayerNormLinear`.
         device, dtype: of the parameters, drawn as those of `nn.Linear`.
         recipe: FP8 with this recipe also outside of `octavo.autocast`.
+
+    Raises:
+        TypeError: an option that the layer does not have, or has under another name.
+        ValueError: options that contradict one another.
     """
 
     def __init__(
@@ -95,6 +120,7 @@ class TransformerLayer(nn.Module):
         check_probability("hidden_dropout", hidden_dropout)
         check_probability("drop_path_rate", drop_path_rate)
         from_norm = apply_residual_connection_post_layernorm
+        _check_attention(attention)
         _check_options(layer_type, parallel_attention_mlp, from_norm)
         self.hidden_size, self.layer_type, self.attn_input_format = hidden_size, layer_type, attn_input_format
         self.hidden_dropout, self.drop_path_rate = hidden_dropout, drop_path_rate
@@ -102,7 +128,7 @@ class TransformerLayer(nn.Module):
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         norm: dict[str, Any] = {"normalization": normalization, "eps": eps, "zero_centered_gamma": zero_centered_gamma}
         shared: dict[str, Any] = {"bias": bias, "recipe": recipe, **norm, **place}
-        of_attention = {"qkv_format": attn_input_format, **attention, **shared}
+        of_attention = {**attention, **shared, "qkv_format": attn_input_format}
         heads = (hidden_size, num_attention_heads, of_attention.pop("kv_channels", None), num_gqa_groups)
         self.self_attention = MultiheadAttention(
             *heads, attn_mask_type=self_attn_mask_type, window_size=window_size, input_layernorm=not output_layernorm,
@@ -141,7 +167,15 @@ class TransformerLayer(nn.Module):
             kv_cache: of generation.
             cached_weight: as of `octavo.Linear`, for all weights.
             call: of self attention, see `AttentionCall`.
+
+        Raises:
+            TypeError: an argument that attention does not have.
+            ValueError: encoder_output without a decoder, or the other way round; as of `octavo.MultiheadAttention`.
         """
+        check_call(call, "attention of a TransformerLayer")
+        # A plain {}: Dynamo makes no TypedDict.
+        of_encoder: AttentionCall = enc_dec_call or {}
+        check_call(of_encoder, "enc_dec_call")
         if (encoder_output is not None) != (self.layer_type == "decoder"):
             raise ValueError(
                 f"layer_type is {self.layer_type!r} and encoder_output is"
@@ -158,9 +192,7 @@ class TransformerLayer(nn.Module):
         h = self._added(made, hidden_states, cu_seqlens)
         # 2. Attention to the encoder's output.
         if self.inter_attention is not None:
-            made = self.inter_attention(
-                h, encoder_output=encoder_output, cached_weight=cached_weight, **(enc_dec_call or AttentionCall())
-            )
+            made = self.inter_attention(h, encoder_output=encoder_output, cached_weight=cached_weight, **of_encoder)
             h = self._added(made, h, cu_seqlens)
         # 3. The MLP.
         made = self.layernorm_mlp(h, cached_weight=cached_weight)
@@ -194,6 +226,17 @@ class TransformerLayer(nn.Module):
 def _norm(hidden_size: int, norm: dict[str, Any], place: dict[str, Any]) -> nn.Module:
     kind = RMSNorm if norm["normalization"] == "RMSNorm" else LayerNorm
     return kind(hidden_size, norm["eps"], zero_centered_gamma=norm["zero_centered_gamma"], **place)
+
+
+def _check_attention(given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if name in _INSTEAD:
+            raise TypeError(f"a TransformerLayer has no option {name} (given: {value!r}): use {_INSTEAD[name]}")
+        if name not in _OF_ATTENTION:
+            raise TypeError(
+                f"a TransformerLayer has no option {name} (given: {value!r}): beside those in its signature it takes"
+                f" {', '.join(_OF_ATTENTION)}"
+            )
 
 
 def _check_options(layer_type: str, parallel: bool, from_norm: bool) -> None:

@@ -87,8 +87,10 @@ def test_another_library_lies_near(name: str) -> None:
 
 
 def test_the_gain_by_block_is_that_of_its_own_run() -> None:
-    """Within 10 %, which BF16 itself differed by when it was measured twice; two thirds of it at K = 768, whose products
-    by block run at 0.8 of the rate of the others."""
+    """Within 10 %, which BF16 itself differed by when it was measured twice.
+
+    Not at K = 768, whose products by block run at 0.8 of the rate of the others.
+    """
     rows = [json.loads(line) for line in (RESULTS / "2026-11-30-h200-bench-kernels.jsonl").read_text().splitlines()]
     timed = {(row["rival"], tuple(row["shape"])): row["ms"] for row in rows if row["kind"] == "linear" and "ms" in row}
     shapes = [shape for rival, shape in timed if rival == "octavo-block" and shape[1] != 768]

@@ -87,7 +87,7 @@ def check_packed(names: tuple[str, str], cu: tuple[Any, Any], num_tokens: tuple[
         check_ends(name, known(own), tokens)
 
 
-def valid_by_mask(mask: Mask, batch: int, num_queries: int, num_keys: int) -> Valid:
+def valid_by_mask(mask: Any, batch: int, num_queries: int, num_keys: int) -> Valid:
     """Which positions hold tokens, of a mask that is True for padding.
 
     Args:

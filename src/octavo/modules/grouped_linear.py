@@ -25,7 +25,7 @@ from octavo.modules.linear import CachedWeight
 from octavo.modules.mlp_part import MLPPart
 from octavo.modules.owned_parts import own_parts
 from octavo.recipes import Recipe
-from octavo.runtime import Call, LinearPlan, layer_call, plan_linear
+from octavo.runtime import layer_call
 from octavo.runtime.autocast import in_backward
 
 _REMEDY = ". Give m_splits as a list (which waits for the device, if it comes from there)"
@@ -53,28 +53,10 @@ class Expert(MLPPart):
         """A new weight becomes the layer's."""
         setattr(self._owner(), f"{name}{self.index}", param)
 
-    def planned(self, call: Call, weight: Tensor) -> LinearPlan:
-        """The plan of a call in FP8."""
-        assert call.recipe is not None, "a call in high precision has no plan"
-        if torch.compiler.is_compiling():
-            return plan_linear(call, self.delayed_state, "", self.observer)
-        if call.recipe.delayed is not None:
-            self._notice_forgotten_update(weight)
-        return plan_linear(call, self.delayed_state, self.shown_name, self.observer)
-
     @property
     def shown_name(self) -> str:
-        """What counts and warnings call it."""
+        """As of a Linear; without a name, an expert of a layer."""
         return self.layer_name or f"GroupedLinear.{self.prefix}"
-
-    def _notice_forgotten_update(self, weight: Tensor) -> None:
-        name = self.layer_name
-        # For as long as it may warn: without a name it would speak of a class that no model shows.
-        self.layer_name = self.shown_name
-        try:
-            super()._notice_forgotten_update(weight)
-        finally:
-            self.layer_name = name
 
     def taken_out(self, state_dict: dict[str, Any], prefix: str) -> tuple[dict[str, Tensor], bool]:
         """Its entries, taken out of the layer's; and whether there is a new weight."""

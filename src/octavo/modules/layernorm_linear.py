@@ -28,7 +28,7 @@ from octavo.modules.norm import (
     reset_norm,
 )
 from octavo.recipes import Recipe
-from octavo.runtime import Call, LayerState, LinearPlan, layer_call, plan_linear
+from octavo.runtime import Call, LayerState, layer_call
 from octavo.runtime.autocast import in_backward
 from octavo.tensor import QuantizedTensor
 
@@ -148,7 +148,7 @@ class LayerNormLinear(NormalisedInput, FP8LinearMixin):
             n = self.normalised(x)
             y = plain_linear(n, weight, self.added_bias(), self.delayed_state, call)
             return (y, n) if self.return_layernorm_output else y
-        plan = self.planned(call)
+        plan = self.planned(call, weight)
         setup = NormLinear(self.norm_for(fp8_dtype(x)), plan, self.return_layernorm_output)
         operand = self.kept_operand(weight, plan, cached_weight)
         y, normed = norm_linear(
@@ -158,15 +158,6 @@ class LayerNormLinear(NormalisedInput, FP8LinearMixin):
             return y
         assert normed is not None, "it was asked for"
         return y, normed
-
-    def planned(self, call: Call) -> LinearPlan:
-        """The plan of a call in FP8."""
-        # A name that compiled code depends on would make a graph for each layer of a model compiled block by block.
-        name = "" if torch.compiler.is_compiling() else self.layer_name or type(self).__name__
-        assert call.recipe is not None, "a call in high precision has no plan"
-        if call.recipe.delayed is not None and not torch.compiler.is_compiling():
-            self._notice_forgotten_update(self.weight)
-        return plan_linear(call, self.delayed_state, name, self.observer)
 
     def extra_repr(self) -> str:
         """Extents and options, and the recipe that is on without a context."""

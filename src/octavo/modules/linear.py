@@ -94,21 +94,27 @@ class FP8LinearMixin(nn.Module):
             raise ValueError(
                 f"input has shape {tuple(x.shape)}: its last dimension must be in_features = {weight.shape[1]}"
             )
-        state, name = self.delayed_state, self.layer_name
-        call = layer_call(state, self.recipe, name)
-        recipe = call.recipe
-        if recipe is None:
+        call = layer_call(self.delayed_state, self.recipe, self.layer_name)
+        if call.recipe is None:
             return self._high_precision(x, weight, call)
-        if torch.compiler.is_compiling():
-            # A name that compiled code depends on would make a graph for each layer of a model compiled by blocks.
-            name = ""
-        else:
-            name = name or type(self).__name__
-            if recipe.delayed is not None:
-                self._notice_forgotten_update(weight)
-        plan = plan_linear(call, state, name, self.observer)
+        plan = self.planned(call, weight)
         operand = self.kept_operand(weight, plan, cached_weight)
         return linear(x, weight, self.added_bias(), plan, _out_dtype(x), operand)
+
+    @property
+    def shown_name(self) -> str:
+        """What counts and warnings call the layer."""
+        return self.layer_name or type(self).__name__
+
+    def planned(self, call: Call, weight: Tensor) -> LinearPlan:
+        """The plan of a call in FP8."""
+        assert call.recipe is not None, "a call in high precision has no plan"
+        if torch.compiler.is_compiling():
+            # A name that compiled code depends on would make a graph for each layer of a model compiled by blocks.
+            return plan_linear(call, self.delayed_state, "", self.observer)
+        if call.recipe.delayed is not None:
+            self._notice_forgotten_update(weight)
+        return plan_linear(call, self.delayed_state, self.shown_name, self.observer)
 
     def _high_precision(self, x: Tensor, weight: Tensor, call: Call) -> Tensor:
         if isinstance(weight, QuantizedTensor):
@@ -158,10 +164,10 @@ class FP8LinearMixin(nn.Module):
             for other in registered_states():
                 other.stale_steps = max(other.stale_steps, state.stale_steps)
             warnings.warn(
-                f"{self.layer_name or type(self).__name__}: the weights changed {STALE_STEPS} times and the scales of"
+                f"{self.shown_name}: the weights changed {STALE_STEPS} times and the scales of"
                 " delayed scaling did not follow: call octavo.update_scales(model) once a step, or run the forward"
                 " inside octavo.autocast",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def extra_repr(self) -> str:

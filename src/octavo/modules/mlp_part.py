@@ -5,12 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from octavo.modules.linear import FP8LinearMixin, quantize_parameter
 from octavo.recipes import Recipe
-from octavo.runtime import Call, LinearPlan, plan_linear
 
 
 class MLPPart(FP8LinearMixin):
@@ -50,14 +48,10 @@ class MLPPart(FP8LinearMixin):
         """A new weight becomes the MLP's."""
         setattr(self._owner(), f"{self.prefix}_{name}", param)
 
-    def planned(self, call: Call, weight: Tensor) -> LinearPlan:
-        """The plan of a call in FP8."""
-        assert call.recipe is not None, "a call in high precision has no plan"
-        if torch.compiler.is_compiling():
-            return plan_linear(call, self.delayed_state, "", self.observer)
-        if call.recipe.delayed is not None:
-            self._notice_forgotten_update(weight)
-        return plan_linear(call, self.delayed_state, self.layer_name or f"LayerNormMLP.{self.prefix}", self.observer)
+    @property
+    def shown_name(self) -> str:
+        """As of a Linear; without a name, the part of an MLP."""
+        return self.layer_name or f"LayerNormMLP.{self.prefix}"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if self.delayed_state.is_used:

@@ -16,14 +16,12 @@ from octavo.compat.transformer_engine.pytorch.construction import (
     Drawing,
     InitMethod,
     cached_weight_of,
-    drop_extra_state,
     part_sizes,
     placed,
     refuse_planned,
     refuse_ranks,
 )
-from octavo.compat.transformer_engine.pytorch.main_grad import into_main_grad
-from octavo.compat.transformer_engine.pytorch.scaling_views import fp8_meta
+from octavo.compat.transformer_engine.pytorch.one_product import OneProduct
 from octavo.modules import CachedWeight
 from octavo.modules import LayerNormLinear as OctavoLayerNormLinear
 from octavo.modules.linear import quantize_parameter
@@ -32,7 +30,7 @@ from octavo.modules.split_linear import WeightInParts
 from octavo.runtime import init_mode, quantized_init
 
 
-class LayerNormLinear(OctavoLayerNormLinear):
+class LayerNormLinear(OneProduct, OctavoLayerNormLinear):
     """A normalisation and a Linear with TE's arguments, in FP8 inside `te.autocast`.
 
     Args:
@@ -124,24 +122,6 @@ class LayerNormLinear(OctavoLayerNormLinear):
         out, *normed = made if isinstance(made, tuple) else (made,)
         bias = self.bias
         return out, None if bias is None else bias.to(out.dtype), *normed
-
-    def matrix(self) -> Tensor:
-        """The weight [out, in], on its way to `main_grad` if that is where its gradient goes."""
-        weight = super().matrix()
-        return into_main_grad(weight) if self.fuse_wgrad_accumulation and torch.is_grad_enabled() else weight
-
-    def added_bias(self) -> Tensor | None:
-        """None with `return_bias`."""
-        return self.bias if self.apply_bias else None
-
-    @property
-    def fp8_meta(self) -> dict[str, Any]:
-        """Histories and scales in TE's layout, copies."""
-        return fp8_meta(self.delayed_state)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        drop_extra_state(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _split(self, sizes: dict[str, int], place: torch.device, dtype: torch.dtype | None) -> None:
         if self.fuse_wgrad_accumulation:

@@ -15,20 +15,18 @@ from octavo.compat.planned import refuse
 from octavo.compat.transformer_engine.pytorch.construction import (
     Drawing,
     cached_weight_of,
-    drop_extra_state,
     part_sizes,
     placed,
     refuse_planned,
     refuse_ranks,
 )
-from octavo.compat.transformer_engine.pytorch.main_grad import into_main_grad
-from octavo.compat.transformer_engine.pytorch.scaling_views import fp8_meta
+from octavo.compat.transformer_engine.pytorch.one_product import OneProduct
 from octavo.modules import CachedWeight
 from octavo.modules import Linear as OctavoLinear
 from octavo.tensor import QuantizedTensor
 
 
-class Linear(OctavoLinear):
+class Linear(OneProduct, OctavoLinear):
     """y = x w^T + b with TE's arguments, in FP8 inside `te.autocast`.
 
     Args:
@@ -134,24 +132,6 @@ class Linear(OctavoLinear):
         if self.return_bias:
             return out, None if self.bias is None else self.bias.to(out.dtype)
         return out
-
-    def matrix(self) -> Tensor:
-        """The weight [out, in], on its way to `main_grad` if that is where its gradient goes."""
-        weight = super().matrix()
-        return into_main_grad(weight) if self.fuse_wgrad_accumulation and torch.is_grad_enabled() else weight
-
-    def added_bias(self) -> Tensor | None:
-        """None with `return_bias`."""
-        return self.bias if self.apply_bias else None
-
-    @property
-    def fp8_meta(self) -> dict[str, Any]:
-        """Histories and scales in TE's layout: `fp8_meta["scaling_fwd"].scale` and the like; copies."""
-        return fp8_meta(self.delayed_state)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        drop_extra_state(state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _split(self, sizes: dict[str, int]) -> None:
         if self.fuse_wgrad_accumulation:

@@ -19,6 +19,7 @@ from torch import Tensor
 from octavo.formats import E4M3, E5M2, cast
 from octavo.kernels.activation_cast import (
     activation_cast,
+    activation_cast_reference,
     activation_output,
     activation_output_reference,
     unsupported_reasons,
@@ -117,6 +118,23 @@ def test_bad_arguments_are_named() -> None:
     assert "need a CUDA device" in unsupported_reasons(x, E4M3)[0]
 
 
+@pytest.mark.parametrize("through", [BF16, torch.float16], ids=str)
+def test_factors_of_channels_come_after_the_rounding_and_change_the_exponent_alone(through: torch.dtype) -> None:
+    """Codes, output and amax are those of the rounded result, times a power of two a column."""
+    x, scale, gathered = input_of((30, 40), "swiglu", BF16), torch.tensor(2.0**-7), torch.tensor(0.0)
+    channels = torch.exp2(torch.randint(-6, 7, (40,)).float())
+    out = activation_cast(x, "swiglu", E4M3, scale, through=through, gathered=gathered, channels=channels)
+    y = activation_output(x, "swiglu", through).output.float() * channels
+    expected = cast_transpose(y, E4M3, scale, scale)
+    assert_same((out.codes, out.codes_t), (expected.codes, expected.codes_t))
+    assert gathered == y.abs().max()
+    result = activation_output(x, "swiglu", torch.float32, channels)
+    assert torch.equal(result.output, activation_output(x, "swiglu", torch.float32).output * channels)
+    assert result.amaxes.amax() == result.output.abs().max()
+    with pytest.raises(ValueError, match=r"float32 channels \[40\], .*, found torch.float32 of shape \(41,\)"):
+        activation_cast(x, "swiglu", E4M3, scale, channels=torch.ones(41))
+
+
 @pytest.mark.slow
 def test_compiled_code_gives_the_same_bits_in_one_graph() -> None:
     def both(x: Tensor, scale: Tensor, gathered: Tensor) -> Any:
@@ -178,6 +196,24 @@ def test_what_pads_a_matrix_is_no_part_of_the_amax(kernels: Any) -> None:
     kernels.activation_cast_triton(x, "sigmoid", E4M3, scale, None, gathered)
     output, amaxes = kernels.activation_output_triton(x, "sigmoid", torch.float32)
     assert gathered == output[0, 0] == amaxes.amax() < 0.001
+
+
+def channels_are_reference(cast_of: Any, output_of: Any, device: str) -> None:
+    for shape in [*FULL_SHAPES, (70, 130)]:
+        x = with_specials(input_of(shape, "reglu", BF16, device))
+        scale, gathered, expected_gathered = torch.tensor(SCALE, device=device), *torch.zeros(2, device=device)
+        channels = torch.exp2(torch.randint(-6, 7, (shape[1],), device=device).float())
+        found = cast_of(x, "reglu", E4M3, scale, BF16, gathered, True, True, channels)
+        expected = activation_cast_reference(x, "reglu", E4M3, scale, BF16, expected_gathered, True, True, channels)
+        assert_same((*found, gathered), (*expected, expected_gathered))
+        found, expected = output_of(x, "reglu", BF16, channels), activation_output_reference(x, "reglu", BF16, channels)
+        assert_same((found[0], found[1].amax()), (expected[0], expected[1].amax()))
+
+
+@interpreted
+@silent
+def test_the_twin_multiplies_its_channels(kernels: Any) -> None:
+    channels_are_reference(kernels.activation_cast_triton, kernels.activation_output_triton, "cpu")
 
 
 @interpreted
@@ -293,6 +329,17 @@ def test_on_a_gpu_the_twins_function_lies_within_its_bound_at_every_bf16() -> No
                 finite_bf16(),
                 activation,
             )
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_twin_multiplies_its_channels() -> None:
+    def function(
+        x: Tensor, a: str, f: Any, s: Tensor, t: Any, g: Tensor, rowwise: bool, columnwise: bool, channels: Tensor
+    ) -> Any:
+        wanted = {"rowwise": rowwise, "columnwise": columnwise}
+        return activation_cast(x, a, f, s, through=t, gathered=g, channels=channels, **wanted)
+
+    channels_are_reference(function, activation_output, "cuda")
 
 
 @pytest.mark.gpu

@@ -1,13 +1,16 @@
 """activation_cast: an activation function and the cast of its result, in one pass over memory.
 
     y                = f(x), or f(first half of x) * second half     float32, then rounded `through` a dtype
+    y                = y * channels                                  on request: a power of two a column
     codes   [M', K'] = cast(y / scale)            codes_t [K', M'] = codes^T
     gathered []      = max(gathered, largest finite |y|)
 
 x is [M, K], or [M, 2K] of a gated function (`octavo.kernels.activations` has them all). M' and K' are M and K rounded
 up to a multiple of 16; what is added is zero. Bytes moved an element of the result in bf16: 2 read (4 if gated) and
 2 written, against 2 more written and 2 more read of an activation and then a cast. With current scaling, where the
-scale comes from the result, `activation_output` writes the result with its amax, so that only the cast is left.
+scale comes from the result, `activation_output` writes the result with its amax, so that only the cast is left. With
+`channels` each column is multiplied by a power of two of its own, 4 bytes more a column: it is exact, and what is
+rounded, gathered and cast is the product.
 
 relu, srelu and their gated kinds are the reference's to the bit; of the others the twin's function differs by some
 units in the last place of float32 (`triton_functions.py` has the bounds), so that a few results that lie next to the
@@ -55,6 +58,7 @@ def activation_cast(
     gathered: Tensor | None = None,
     rowwise: bool = True,
     columnwise: bool = True,
+    channels: Tensor | None = None,
 ) -> ActivationCastOutput:
     """Codes of the activation of a matrix x [M, K] or [M, 2K] (any floating dtype, any strides), by a known scale.
 
@@ -67,30 +71,35 @@ def activation_cast(
             on; None casts the float32 itself.
         gathered: float32 [], to which the amax of the result is added by max, in place.
         rowwise, columnwise: which layouts to give.
+        channels: float32 [K], powers of two, by which the columns are multiplied after they are rounded.
 
     Raises:
         ValueError: an argument has another shape or dtype, or the activation is unknown.
     """
-    _check("activation_cast", x, activation, through)
+    _check("activation_cast", x, activation, through, channels)
     check_scale("activation_cast", scale)
     if not torch.compiler.is_compiling():
-        return ActivationCastOutput(*_launch(x, activation, format, scale, through, gathered, rowwise, columnwise))
+        return ActivationCastOutput(
+            *_launch(x, activation, format, scale, through, gathered, rowwise, columnwise, channels)
+        )
     codes, used, codes_t, largest = _operator(
-        x, activation, format.name, scale, through, gathered is not None, rowwise, columnwise
+        x, activation, format.name, scale, through, gathered is not None, rowwise, columnwise, channels
     )
     merge(gathered, largest)
     return ActivationCastOutput(codes if rowwise else None, used, codes_t if columnwise else None)
 
 
-def activation_output(x: Tensor, activation: str, dtype: torch.dtype) -> ActivationOutput:
+def activation_output(
+    x: Tensor, activation: str, dtype: torch.dtype, channels: Tensor | None = None
+) -> ActivationOutput:
     """The activation of x in high precision, with parts of its amax as `cast_transpose` takes them.
 
     Args: as of `activation_cast`; dtype: bfloat16, float16 or float32, to which the float32 result is rounded.
     """
-    _check("activation_output", x, activation, dtype)
+    _check("activation_output", x, activation, dtype, channels)
     if torch.compiler.is_compiling():
-        return ActivationOutput(*_output_operator(x, activation, dtype))
-    return ActivationOutput(*_launch_output(x, activation, dtype))
+        return ActivationOutput(*_output_operator(x, activation, dtype, channels))
+    return ActivationOutput(*_launch_output(x, activation, dtype, channels))
 
 
 def unsupported_reasons(x: Tensor, format: Format, activation: str = "relu") -> list[str]:
@@ -101,10 +110,15 @@ def unsupported_reasons(x: Tensor, format: Format, activation: str = "relu") -> 
     return reasons
 
 
-def _check(operation: str, x: Tensor, activation: str, through: torch.dtype | None) -> None:
+def _check(operation: str, x: Tensor, activation: str, through: torch.dtype | None, channels: Tensor | None) -> None:
     check_matrix(operation, "x", x)
     check_activation(activation, x.shape[1])
     check_through(operation, through)
+    if channels is not None and (channels.dtype != torch.float32 or channels.shape != (_width(x, activation),)):
+        raise ValueError(
+            f"{operation} takes float32 channels [{_width(x, activation)}], one for each column of the result, found"
+            f" {channels.dtype} of shape {tuple(channels.shape)}"
+        )
 
 
 def _launch(
@@ -116,22 +130,27 @@ def _launch(
     gathered: Tensor | None,
     rowwise: bool,
     columnwise: bool,
+    channels: Tensor | None = None,
     own_scale: bool = False,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     if x.is_cuda and x.numel() and _width(x, activation) != 1 and runs_on(x.device.index, format.name):
         from octavo.kernels.activation_cast.triton_kernel import activation_cast_triton
 
-        return activation_cast_triton(x, activation, format, scale, through, gathered, rowwise, columnwise, own_scale)
-    return activation_cast_reference(x, activation, format, scale, through, gathered, rowwise, columnwise)
+        return activation_cast_triton(
+            x, activation, format, scale, through, gathered, rowwise, columnwise, channels, own_scale
+        )
+    return activation_cast_reference(x, activation, format, scale, through, gathered, rowwise, columnwise, channels)
 
 
-def _launch_output(x: Tensor, activation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _launch_output(
+    x: Tensor, activation: str, dtype: torch.dtype, channels: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     # One column: bfloat16 is made in pairs as codes are, see `one_column_reasons`.
     if uses_triton(x) and x.numel() and _width(x, activation) != 1:
         from octavo.kernels.activation_cast.triton_kernel import activation_output_triton
 
-        return activation_output_triton(x, activation, dtype)
-    return activation_output_reference(x, activation, dtype)
+        return activation_output_triton(x, activation, dtype, channels)
+    return activation_output_reference(x, activation, dtype, channels)
 
 
 def _width(x: Tensor, activation: str) -> int:
@@ -147,10 +166,11 @@ def _implementation(
     gather: bool,
     rowwise: bool,
     columnwise: bool,
+    channels: Tensor | None,
 ) -> tuple[Tensor, ...]:
     gathered = x.new_zeros((), dtype=torch.float32) if gather else None
     outputs = _launch(
-        x, activation, format_named(format), scale, through, gathered, rowwise, columnwise, own_scale=True
+        x, activation, format_named(format), scale, through, gathered, rowwise, columnwise, channels, own_scale=True
     )
     return present(*outputs, gathered, like=x)
 
@@ -164,6 +184,7 @@ def _fake(
     gather: bool,
     rowwise: bool,
     columnwise: bool,
+    channels: Tensor | None,
 ) -> tuple[Tensor, ...]:
     rows, columns, dtype = padded(x.shape[0]), padded(_width(x, activation)), format_named(format).dtype
     return present(
@@ -175,22 +196,24 @@ def _fake(
     )
 
 
-def _output_implementation(x: Tensor, activation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    output, amaxes = _launch_output(x, activation, dtype)
+def _output_implementation(
+    x: Tensor, activation: str, dtype: torch.dtype, channels: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    output, amaxes = _launch_output(x, activation, dtype, channels)
     # How many parts there are depends on the number of rows, which must not make a graph of its own.
     return output, amaxes.amax().reshape(1)
 
 
 _operator = register(
     "activation_cast(Tensor x, str activation, str format, Tensor scale, ScalarType? through, bool gather,"
-    " bool rowwise, bool columnwise) -> (Tensor, Tensor, Tensor, Tensor)",
+    " bool rowwise, bool columnwise, Tensor? channels) -> (Tensor, Tensor, Tensor, Tensor)",
     _implementation,
     _fake,
 )
 _output_operator = register(
-    "activation_output(Tensor x, str activation, ScalarType dtype) -> (Tensor, Tensor)",
+    "activation_output(Tensor x, str activation, ScalarType dtype, Tensor? channels) -> (Tensor, Tensor)",
     _output_implementation,
-    lambda x, activation, dtype: (
+    lambda x, activation, dtype, channels: (
         x.new_empty((x.shape[0], _width(x, activation)), dtype=dtype),
         x.new_empty((1,), dtype=torch.float32),
     ),

@@ -47,7 +47,7 @@ OUTPUT_WARPS = 8
 _MOST_PARTIALS = 256
 
 
-@triton.jit(do_not_specialize=("rows",), do_not_specialize_on_alignment=("scale", "scale_used", "gathered"))
+@triton.jit(do_not_specialize=("rows",), do_not_specialize_on_alignment=("scale", "scale_used", "gathered", "channels"))
 def activation_cast_kernel(
     x,
     scale,
@@ -55,11 +55,13 @@ def activation_cast_kernel(
     codes_t,
     scale_used,
     gathered,
+    channels,
     rows,
     columns,
     stride_row,
     BASE: tl.constexpr,
     IS_GATED: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     THROUGH: tl.constexpr,
     HAS_CODES: tl.constexpr,
     HAS_CODES_T: tl.constexpr,
@@ -90,6 +92,9 @@ def activation_cast_kernel(
     else:
         y_0, y_1 = activated(x_0, BASE, INTERPRETED), activated(x_1, BASE, INTERPRETED)
     y_0, y_1 = rounded(y_0, THROUGH, INTERPRETED), rounded(y_1, THROUGH, INTERPRETED)
+    if BY_CHANNEL:
+        factor = tl.load(channels + column, mask=column < columns, other=1.0)[None, :]
+        y_0, y_1 = y_0 * factor, y_1 * factor
     if BASE == "sigmoid" and not IS_GATED:
         # Of all f(0) this alone is not 0.
         y_0, y_1 = tl.where(inside_0, y_0, 0.0), tl.where(inside_1, y_1, 0.0)
@@ -104,16 +109,18 @@ def activation_cast_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=("rows",))
+@triton.jit(do_not_specialize=("rows",), do_not_specialize_on_alignment=("channels",))
 def activation_output_kernel(
     x,
     output,
     amaxes,
+    channels,
     rows,
     columns,
     stride_row,
     BASE: tl.constexpr,
     IS_GATED: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -135,6 +142,9 @@ def activation_output_kernel(
         if IS_GATED:
             y = y * load_rows(source + columns, inside)
         result = y.to(output.dtype.element_ty)
+        if BY_CHANNEL:
+            factor = tl.load(channels + column, mask=column < columns, other=1.0)[None, :]
+            result = (result.to(tl.float32) * factor).to(output.dtype.element_ty)
         tl.store(output + row[:, None] * columns + column[None, :], result, mask=inside)
         largest = tl.maximum(largest, tl.where(inside, finite_magnitude(result), 0.0))
     tl.store(amaxes + tl.program_id(0), tl.max(tl.max(largest, axis=1), axis=0))
@@ -153,6 +163,7 @@ def activation_cast_triton(
     gathered: Tensor | None = None,
     rowwise: bool = True,
     columnwise: bool = True,
+    channels: Tensor | None = None,
     own_scale: bool = False,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """As `octavo.kernels.activation_cast.activation_cast`: E4M3 or E5M2, more than one column, a device of Triton's.
@@ -175,11 +186,12 @@ def activation_cast_triton(
         any_codes if codes_t is None else codes_t,
         used,
         used if gathered is None else gathered,
+        used if channels is None else channels.contiguous(),
     )
     numbers = (rows, columns, x.stride(0))
     constants = (
-        base_of(activation), gated, THROUGH_DTYPES[through], rowwise, columnwise, own_scale, gathered is not None,
-        CODE_DTYPES[format.name], INTERPRETED, _BLOCK_ROWS, _BLOCK_COLUMNS,
+        base_of(activation), gated, channels is not None, THROUGH_DTYPES[through], rowwise, columnwise, own_scale,
+        gathered is not None, CODE_DTYPES[format.name], INTERPRETED, _BLOCK_ROWS, _BLOCK_COLUMNS,
     )  # fmt: skip
     programs = -(-padded_rows // _BLOCK_ROWS) * -(-padded_columns // _BLOCK_COLUMNS)
     key = (key_of(x), key_of_numbers(*numbers), format.name, constants)
@@ -187,7 +199,9 @@ def activation_cast_triton(
     return codes, used, codes_t
 
 
-def activation_output_triton(x: Tensor, activation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def activation_output_triton(
+    x: Tensor, activation: str, dtype: torch.dtype, channels: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """As `octavo.kernels.activation_cast.activation_output`, for more than one column on a device of Triton's."""
     x = with_contiguous_rows(x)
     rows, gated = x.shape[0], activation in GATED
@@ -198,7 +212,8 @@ def activation_output_triton(x: Tensor, activation: str, dtype: torch.dtype) -> 
     partials = min(_MOST_PARTIALS, triton.next_power_of_2(tiles))
     amaxes = x.new_empty(partials, dtype=torch.float32)
     numbers = (rows, columns, x.stride(0))
-    constants = (base_of(activation), gated, INTERPRETED, _OUTPUT_BLOCK, width, partials)
+    constants = (base_of(activation), gated, channels is not None, INTERPRETED, _OUTPUT_BLOCK, width, partials)
     key = (key_of(x), dtype, key_of_numbers(*numbers), constants)
-    _launch_output(partials, key, (x, output, amaxes), numbers, constants, OUTPUT_WARPS)
+    tensors = (x, output, amaxes, amaxes if channels is None else channels.contiguous())
+    _launch_output(partials, key, tensors, numbers, constants, OUTPUT_WARPS)
     return output, amaxes

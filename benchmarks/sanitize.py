@@ -29,6 +29,7 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 import octavo
 import octavo.kernels
@@ -160,16 +161,25 @@ def layers() -> None:
 
 
 def launched() -> dict[str, int]:
-    """Variants launched, by launcher."""
+    """Variants launched, by launcher; by kernel where it has none."""
     for folder in pkgutil.iter_modules(octavo.kernels.__path__, "octavo.kernels."):
         if folder.ispkg and importlib.util.find_spec(f"{folder.name}.triton_kernel") is not None:
             importlib.import_module(f"{folder.name}.triton_kernel")
-    counts: dict[str, int] = {}
+    launchers: dict[str, Launcher] = {}
+    kernels: dict[str, JITFunction] = {}
     for name, module in sorted(sys.modules.items()):
         if name.startswith("octavo.kernels"):
             for variable, value in vars(module).items():
                 if isinstance(value, Launcher):
-                    counts[f"{name.removeprefix('octavo.kernels.')} {variable}"] = len(value._variants)
+                    launchers[f"{name.removeprefix('octavo.kernels.')} {variable}"] = value
+                elif isinstance(value, JITFunction) and variable.endswith("_kernel") and value.__module__ == name:
+                    kernels[f"{name.removeprefix('octavo.kernels.')} {variable}"] = value
+    counts = {name: len(launcher._variants) for name, launcher in launchers.items()}
+    # Some kernels are launched by Triton itself, which keeps their variants, by device.
+    with_launcher = [launcher._kernel for launcher in launchers.values()]
+    for name, kernel in kernels.items():
+        if not any(kernel is known for known in with_launcher):
+            counts[name] = sum(len(caches[0]) for caches in kernel.device_caches.values())
     return counts
 
 

@@ -6,7 +6,7 @@ import os
 import random
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,14 @@ def seed(request: pytest.FixtureRequest) -> int:
     numpy.random.seed(value)
     torch.manual_seed(value)
     return value
+
+
+@pytest.fixture(autouse=True)
+def waiting_is_allowed() -> Iterator[None]:
+    """A test that fails where waiting for the device is an error leaves that to no other."""
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture(autouse=True)

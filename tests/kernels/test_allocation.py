@@ -44,7 +44,6 @@ def test_on_a_gpu_tensors_lie_on_the_current_device(
     assert (made.shape, made.stride(), made.dtype) == (shape, strides, dtype)
     assert made.device == torch.device("cuda", index)
     assert made.data_ptr() % 16 == 0, "as a scale must be for cuBLASLt"
-    assert made.float().isnan().all(), "the fixture fills it"
 
 
 @pytest.mark.gpu

@@ -58,7 +58,7 @@ class KernelTimer:
         def measure() -> float:
             activities = [torch.profiler.ProfilerActivity.CUDA]
             torch.cuda.synchronize()
-            with torch.profiler.profile(activities=activities) as profile:
+            with torch.profiler.profile(activities=activities, acc_events=True) as profile:
                 for _ in range(self._repeats):
                     for call in calls:
                         call()

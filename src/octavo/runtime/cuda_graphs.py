@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -87,6 +88,8 @@ def make_graphed_callables(
         for module, arguments in zip(modules, samples, strict=True):
             _run_once(module, arguments, allow_unused_input)
         _learn_scales(states)
+        # A graph that nobody holds any more but a cycle must not be freed while another one is captured.
+        gc.collect()
         make(callables, sample_args, num_warmup_iters, allow_unused_input, pool)
     for module, module_layers, (forward, training) in zip(modules, layers, before, strict=True):
         module.forward = GraphedForward(module, module_layers, forward, module.forward, training)

@@ -3,7 +3,7 @@
 from octavo import compat, distributed, inference, inspection, recipes
 from octavo.conversion import ConversionReport, convert, state_dict, unconvert
 from octavo.formats import E4M3, E5M2, E8M0, Format, cast, finfo
-from octavo.functional import permute_tokens, unpermute_tokens
+from octavo.functional import cross_entropy, linear_cross_entropy, permute_tokens, unpermute_tokens
 from octavo.inference import calibrate
 from octavo.kernels.support import Support, is_supported
 from octavo.modules import (
@@ -14,6 +14,7 @@ from octavo.modules import (
     LayerNormLinear,
     LayerNormMLP,
     Linear,
+    LMHead,
     MultiheadAttention,
     Padding,
     PagedKVCache,
@@ -46,6 +47,7 @@ __all__ = [
     "Format",
     "GroupedLinear",
     "KVCache",
+    "LMHead",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
@@ -70,11 +72,13 @@ __all__ = [
     "compat",
     "convert",
     "count_gemms",
+    "cross_entropy",
     "distributed",
     "finfo",
     "inference",
     "inspection",
     "is_supported",
+    "linear_cross_entropy",
     "make_graphed_callables",
     "permute_tokens",
     "quantize",

@@ -7,6 +7,7 @@ from octavo.modules.kv_cache import KVCache, PagedKVCache
 from octavo.modules.layernorm_linear import LayerNormLinear
 from octavo.modules.layernorm_mlp import LayerNormMLP
 from octavo.modules.linear import OUT_DTYPES, CachedWeight, FP8LinearMixin, Linear
+from octavo.modules.lm_head import LMHead
 from octavo.modules.mlp_part import MLPPart
 from octavo.modules.multihead_attention import MultiheadAttention
 from octavo.modules.norm import LayerNorm, RMSNorm
@@ -21,6 +22,7 @@ __all__ = [
     "FP8LinearMixin",
     "GroupedLinear",
     "KVCache",
+    "LMHead",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",

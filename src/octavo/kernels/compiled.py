@@ -20,6 +20,7 @@ from octavo.kernels.amax import triton_kernel as amax_kernels
 from octavo.kernels.cast_transpose import launch as cast_kernels
 from octavo.kernels.cast_transpose.rule import ScaleRule
 from octavo.kernels.known_writes import remember_writes
+from octavo.kernels.repeated_launches import share_repeats
 
 # Off by default in torch 2.11 to 2.13, and then every launch goes through Triton's own launcher, which asks the driver
 # about each pointer. The processes in which Inductor compiles decide on it too, and are told by the environment alone;
@@ -29,6 +30,9 @@ if hasattr(torch._inductor.config, "static_launch_user_defined_triton_kernels"):
     os.environ.setdefault("TORCHINDUCTOR_STATIC_LAUNCH_USER_DEFINED_TRITON_KERNELS", "1")
 
 remember_writes(amax_kernels.partial_amax_kernel, cast_kernels.cast_transpose_kernel, sum_kernel.join_sums_kernel)
+share_repeats(amax_kernels.partial_amax_kernel)
+share_repeats(cast_kernels.cast_transpose_kernel, gathers="gathered")
+share_repeats(sum_kernel.join_sums_kernel)
 
 
 @triton_op("octavo::partial_amax_inductor", mutates_args=())

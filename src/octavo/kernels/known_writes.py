@@ -34,9 +34,11 @@ def remembering(asked: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(asked)
     def answer(kernel: Any, arguments: dict[str, Any], descriptors: Any) -> Any:
-        if descriptors or kernel not in _REMEMBERED:
+        inner, configs = unwrapped(kernel)
+        if descriptors or inner not in _REMEMBERED or any(config.kwargs for config in configs):
             return asked(kernel, arguments, descriptors)
-        key = (kernel, *((name, _kind(value)) for name, value in arguments.items()))
+        # (How many warps run it decides on nothing here.)
+        key = (inner, *((name, _kind(value)) for name, value in arguments.items()))
         if key not in answers:
             answers[key] = asked(kernel, arguments, descriptors)
         known = answers[key]
@@ -47,6 +49,15 @@ def remembering(asked: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _REMEMBERED: set[Any] = set()
+
+
+def unwrapped(kernel: Any) -> tuple[Any, list[Any]]:
+    """(the kernel itself, configurations with its options): torch wraps them around it, anew for each launch."""
+    configs: list[Any] = []
+    while hasattr(kernel, "configs"):
+        configs += kernel.configs
+        kernel = kernel.fn
+    return kernel, configs
 
 
 def _kind(value: Any) -> Hashable:

@@ -10,9 +10,11 @@ from octavo.kernels.block_cast import triton_kernel
 from octavo.kernels.cast_transpose.rule import ScaleRule
 from octavo.kernels.compiled import joined_sums
 from octavo.kernels.known_writes import remember_writes
+from octavo.kernels.repeated_launches import share_repeats
 from octavo.scaling import granularity_named
 
 remember_writes(triton_kernel.block_cast_kernel)
+share_repeats(triton_kernel.block_cast_kernel)
 
 
 @triton_op("octavo::block_cast_inductor", mutates_args=())

@@ -6,7 +6,7 @@ forward runs under torch.autocast in bf16, AdamW is fused, gradients are clipped
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,11 +20,13 @@ import octavo
 from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 from octavo.study.corpus import load_corpus
 from octavo.study.documents import texts
-from octavo.study.model import GPT, ModelShape, build_model
+from octavo.study.model import ModelShape, build_model
 from octavo.study.tokenizer import train_encoder
 from octavo.study.tokens import Batches
 
 Mode = Literal["eager", "blocks", "whole", "captured"]
+# A language model of a shape, tokens [B, T] -> logits [B, T, V], from a seed.
+Build = Callable[[ModelShape, int], nn.Module]
 RECIPES: dict[str, Recipe] = {
     "delayed": DelayedScaling(amax_history_len=16),
     "current": CurrentScaling(),
@@ -65,12 +67,18 @@ class Training:
     """
 
     def __init__(
-        self, recipe: Recipe | None, mode: Mode, setting: Setting, seed: int = 0, device: str = "cuda"
+        self,
+        recipe: Recipe | None,
+        mode: Mode,
+        setting: Setting,
+        seed: int = 0,
+        device: str = "cuda",
+        build: Build = build_model,
     ) -> None:
         """Build and convert; `captured` is captured after `WARM_UP` steps, by `step` itself."""
         self.recipe, self.mode, self.setting, self.done = recipe, mode, setting, 0
         shape = setting.shape
-        self.model: GPT = build_model(shape, seed).to(device)
+        self.model: Any = build(shape, seed).to(device)
         self.converted = 0
         if recipe is not None:
             self.converted = len(octavo.convert(self.model, recipe, exclude=["lm_head"], filter="all").converted)

@@ -226,19 +226,20 @@ def _has_gathered(earlier: Node, launch: _Launch | None) -> bool:
     return launch is None or launch.gathers is None or earlier in _gathered_there(launch.found, launch.gathers)[0]
 
 
+def _is_gathered(user: Node, launch: _Launch | None) -> bool:
+    """True of what is taken from where a launch gathers."""
+    return launch is not None and user.target is operator.getitem and user.args[1] == launch.gathers
+
+
 def _made(node: Node, launch: _Launch | None) -> list[Node]:
     """A node and what is taken from it, but for what it gathers."""
-    gathers = None if launch is None else launch.gathers
-    items = (user for user in node.users if user.target is operator.getitem)
-    return [node, *(item for item in items if gathers is None or item.args[1] != gathers)]
+    return [node, *(u for u in node.users if u.target is operator.getitem and not _is_gathered(u, launch))]
 
 
 def _replace(node: Node, earlier: Node, launch: _Launch | None) -> None:
     """Have those who use `node` take what `earlier` made, and what it gathers from where it would have."""
-    made = _made(node, launch)
     for user in list(node.users):
-        if user not in made:
-            assert launch is not None, "all that is taken from an operator is made by it"
+        if launch is not None and _is_gathered(user, launch):
             user.replace_all_uses_with(launch.found)
             node.graph.erase_node(user)
     node.replace_all_uses_with(earlier)

@@ -1,0 +1,114 @@
+"""Query, key and value under the compiler cast their input once, with the kernels of a GPU too.
+
+Without a GPU the graphs are the same, see `tests.kernels.traced_launches`; there the reference of each kernel runs it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton", reason="kernels are Triton's")
+
+from tests.kernels.traced_launches import Compiled, take_kernels_everywhere
+
+import octavo
+from octavo.kernels import repeated_launches
+from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+
+RECIPES: dict[str, Recipe] = {
+    "delayed": DelayedScaling(amax_history_len=4),
+    "delayed, input kept": DelayedScaling(amax_history_len=4, saved_input="high_precision"),
+    "current": CurrentScaling(),
+    "rowwise": RowwiseScaling(),
+    "block": BlockScaling(),
+}
+# One of the input, one of each weight, one of each gradient; and where the input is kept, one more for each layer.
+CASTS = {"delayed, input kept": 7 + 3}
+TOKENS, WIDTH = 48, 128
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q_proj(x) * self.k_proj(x) + self.v_proj(x)
+
+
+class Run:
+    """Steps of one layer, the update outside of what is compiled."""
+
+    def __init__(self, recipe: Recipe, device: str, compiler: Any = None, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Attention().to(device)
+        octavo.convert(self.model, recipe=recipe, filter="all")
+        self.device = device
+        self.run = self.model if compiler is None else torch.compile(self.model, backend=compiler, fullgraph=True)
+
+    def step(self, number: int) -> list[Tensor]:
+        """Output, gradients and all of the delayed state."""
+        torch.manual_seed(number)
+        x = (torch.randn(2, TOKENS // 2, WIDTH) * 1.5**number).to(self.device).requires_grad_()
+        with torch.autocast(self.device, torch.bfloat16):
+            y = self.run(x)
+        # Of integers, so that sums of them do not depend on their order.
+        y.backward(torch.randint(-4, 5, y.shape).to(y))
+        octavo.update_scales(self.model)
+        seen = [y.detach().clone(), x.grad, *(p.grad.clone() for p in self.model.parameters())]
+        for layer in (self.model.q_proj, self.model.k_proj, self.model.v_proj):
+            for operand in layer.delayed_state.operands:
+                seen += [operand.scale.clone(), operand.history.clone(), operand.gathered.clone()]
+        self.model.zero_grad()
+        return seen
+
+
+def cast_launches(backend: Compiled) -> int:
+    return backend.launches["cast_transpose_kernel"] + backend.launches["block_cast_kernel"]
+
+
+@pytest.fixture
+def kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    take_kernels_everywhere(monkeypatch)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_compiled_siblings_cast_their_input_once_and_keep_it_once(name: str, kernels_everywhere: None) -> None:
+    backend = Compiled()
+    eager, compiled = Run(RECIPES[name], "cpu"), Run(RECIPES[name], "cpu", backend)
+    for number in range(4):
+        before, graphs = backend.launches.copy(), backend.graphs
+        for part, (a, b) in enumerate(zip(eager.step(number), compiled.step(number), strict=True)):
+            assert torch.equal(a, b), f"step {number}, part {part}"
+        if backend.graphs > graphs:
+            made = backend.launches - before
+            assert made["cast_transpose_kernel"] + made["block_cast_kernel"] == CASTS.get(name, 7)
+    assert backend.graphs <= 2, "delayed scaling measures first, and then knows its scales"
+    assert backend.clones == 0
+    # Codes of the input once, unless it is kept as it is, and of three weights; the block recipe fills up to 128.
+    tokens = 0 if name == "delayed, input kept" else 128 if name == "block" else TOKENS
+    assert backend.kept_codes == backend.graphs * WIDTH * (tokens + 3 * WIDTH)
+
+
+def test_without_the_pass_they_do_not(kernels_everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the other test counts is what the pass leaves away."""
+    monkeypatch.setattr(repeated_launches._Pass, "apply", lambda *_: 0)
+    backend = Compiled()
+    Run(CurrentScaling(), "cpu", backend).step(0)
+    assert cast_launches(backend) == 9
+    assert backend.kept_codes == WIDTH * 3 * (TOKENS + WIDTH)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_evaluation_casts_the_input_once(name: str, kernels_everywhere: None) -> None:
+    backend = Compiled()
+    compiled, eager = Run(RECIPES[name], "cpu", backend), Run(RECIPES[name], "cpu")
+    x = torch.randn(2, 8, WIDTH)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(compiled.run(x), eager.run(x))
+    assert cast_launches(backend) == 4

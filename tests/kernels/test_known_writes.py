@@ -19,6 +19,13 @@ from octavo.kernels import known_writes
 from octavo.kernels.cast_transpose.launch import cast_transpose_kernel, prepare
 
 
+class Wrapped:
+    """As torch wraps a kernel, here "ours"."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.fn, self.configs = "ours", [triton.Config(arguments, num_warps=4)]
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A question that counts how often it is put; about the kernel "ours" the answer may be remembered."""
@@ -40,6 +47,17 @@ def test_the_same_variant_is_asked_about_once(asked: Any) -> None:
         assert answer == ["out"]
         answer.append("spoilt")
     assert len(calls) == 1
+
+
+def test_what_torch_wraps_around_a_kernel_hides_it_from_nobody(asked: Any) -> None:
+    """A wrapper of its own for each launch that says how many warps run it; one with arguments in it is another one."""
+    remembering, calls = asked
+    for _ in range(3):
+        remembering(Wrapped({}), {"n": 1}, {})
+    assert len(calls) == 1
+    for _ in range(2):
+        remembering(Wrapped({"BLOCK": 16}), {"n": 1}, {})
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize(
@@ -87,3 +105,27 @@ def test_the_answer_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         triton.runtime.driver._active = previous
     assert len(remembering.answers) == 2
+
+
+def test_a_traced_graph_asks_once_a_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever torch hands over while it traces: four casts of one variant, each traced several times."""
+    from tests.kernels.traced_launches import Compiled, take_kernels_everywhere
+
+    from octavo.kernels import cast_transpose
+
+    take_kernels_everywhere(monkeypatch)
+    (name,) = (name for name in known_writes._ASKED if hasattr(wrap, name))
+    question, calls = getattr(wrap, name).__wrapped__, []
+
+    def ask(kernel: Any, arguments: Any, descriptors: Any) -> Any:
+        calls.append(kernel)
+        return question(kernel, arguments, descriptors)
+
+    monkeypatch.setattr(wrap, name, known_writes.remembering(ask))
+
+    def four(x: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
+        return [cast_transpose(x + number, E4M3, scale, None).codes.float() for number in range(4)]
+
+    torch._dynamo.reset()
+    torch.compile(four, backend=Compiled(), fullgraph=True)(torch.randn(48, 96), torch.tensor(0.5))
+    assert len(calls) == 1

@@ -26,7 +26,6 @@ import torch._inductor.fx_passes.joint_graph as joint_graph
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 from torch.fx import Graph, Node
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten
 
 from octavo.kernels.known_writes import unwrapped
 
@@ -130,8 +129,13 @@ class _Numbers:
 
     def of(self, argument: Any) -> Hashable:
         """What stands for an argument: the numbers of its nodes, and its constants."""
-        flat, spec = tree_flatten(argument)
-        return str(spec), *(("", self._of_node[leaf]) if isinstance(leaf, Node) else _constant(leaf) for leaf in flat)
+        if isinstance(argument, Node):
+            return "number", self._of_node[argument]
+        if isinstance(argument, (tuple, list)):
+            return "list", *(self.of(one) for one in argument)
+        if isinstance(argument, dict):
+            return "dict", *((name, self.of(one)) for name, one in argument.items())
+        return _constant(argument)
 
     def key(self, node: Node) -> Hashable | None:
         """What decides on the value of a node; None if that is not known."""
@@ -141,7 +145,7 @@ class _Numbers:
             decided = decided and target.namespace in _KNOWN and target not in _NEW
         else:
             decided = node.op == "call_function" and target is operator.getitem
-        return (target, self.of((node.args, node.kwargs))) if decided else None
+        return (target, self.of(node.args), self.of(node.kwargs)) if decided else None
 
     def give(self, node: Node, key: Hashable | None) -> None:
         """Number a node: as the others of its key, or anew."""

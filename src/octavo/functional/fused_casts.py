@@ -97,6 +97,7 @@ def cast_activated(
     rowwise: bool,
     columnwise: bool,
     return_rows: bool,
+    channels: Tensor | None = None,
 ) -> Activated:
     """Apply an activation to z [M, K] or [M, 2K] and quantize the result.
 
@@ -107,11 +108,16 @@ def cast_activated(
         dtype: of the layer.
         rowwise, columnwise: the layouts.
         return_rows: the result in high precision is wanted too.
+        channels: float32 [K], powers of two by which the columns are multiplied before the cast, not those that are
+            returned.
     """
     # There is no kernel for both.
     known = None if return_rows else _known_scale(quantizer, z)
+    if known is None and channels is not None and return_rows:
+        output = activation_output(z, activation, dtype).output
+        return Activated(quantizer((output.float() * channels).to(dtype), rowwise, columnwise), output)
     if known is None:
-        output, amaxes = activation_output(z, activation, dtype)
+        output, amaxes = activation_output(z, activation, dtype, channels)
         return Activated(_quantized(output, amaxes, quantizer, rowwise, columnwise), output)
     codes, scale, codes_t = activation_cast(
         z,
@@ -122,6 +128,7 @@ def cast_activated(
         gathered=known.gathered,
         rowwise=rowwise,
         columnwise=columnwise,
+        channels=channels,
     )
     operand = Operand(codes, scale if rowwise else None, codes_t, scale if columnwise else None)
     _note(quantizer, known, operand, z)

@@ -14,6 +14,9 @@ product, codes of n are made again from x, and those of a from z. With `recomput
 kept, and the codes of w1 in both layouts: the backward makes n, z and a again; y is not computed again. What is made
 again is made with the same scales, and its amax is not gathered again. (In compiled code it is the compiler that says
 what is kept.)
+
+With `smoothing` a enters its product with the outliers of its channels taken away, which w2 has instead, see
+`octavo.functional.smoothing`.
 """
 
 from __future__ import annotations
@@ -48,6 +51,16 @@ from octavo.functional.products import (
     summed,
 )
 from octavo.functional.shared_input import as_rows
+from octavo.functional.smoothing import (
+    Channels,
+    Smoothing,
+    folded,
+    gradient_dtype,
+    measured_channels,
+    own_weight,
+    reciprocal,
+    unfolded,
+)
 from octavo.kernels.activation_cast import activation_output
 from octavo.kernels.norm_backward import norm_backward
 from octavo.kernels.norm_cast import Norm
@@ -65,6 +78,7 @@ class NormMLP(NamedTuple):
         return_norm: n is handed out as well.
         stored_fp8: z is kept as codes.
         recomputed: n, z and a are not kept.
+        smoothing: of the channels of a.
     """
 
     norm: Norm
@@ -74,6 +88,7 @@ class NormMLP(NamedTuple):
     return_norm: bool = False
     stored_fp8: bool = False
     recomputed: bool = False
+    smoothing: Smoothing | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,6 +117,7 @@ class _Middle(NamedTuple):
     z: Tensor
     a: Operand
     a_rows: Tensor | None
+    channels: Channels | None
 
 
 def norm_mlp(
@@ -122,8 +138,8 @@ def norm_mlp(
         result: Any = _NormMLP.apply(x, *parameters, setup, *cached_weights)
         return result if setup.return_norm else (result, None)
     first = cached_weights[0] or quantize_weight(parameters.fc1_weight, setup.fc1, True, False)
-    second = cached_weights[1] or quantize_weight(parameters.fc2_weight, setup.fc2, True, False)
     middle = _middle(x, parameters, first, setup, _Layouts(False, False, setup.return_norm, False))
+    second = _second_weight(parameters.fc2_weight, cached_weights[1], setup, middle.channels)
     y = fprop(middle.a, second, parameters.fc2_bias, _second(x, parameters, setup), setup.fc2)
     n = None if middle.n_rows is None or not setup.return_norm else middle.n_rows.reshape(x.shape)
     return y.reshape(*x.shape[:-1], y.shape[1]), n
@@ -148,8 +164,21 @@ def _middle(x: Tensor, parameters: Parameters, w1: Operand, setup: NormMLP, layo
     # 2. The first product.  [M, K] @ [K, N] -> [M, N]
     z = fprop(n.operand, w1, parameters.fc1_bias, _first(x, parameters, setup), setup.fc1)
     # 3. Codes of a.  [M, N] -> [M, F]
-    a = cast_activated(z, setup.activation, setup.fc2.input, setup.dtype, True, layouts.a_columnwise, layouts.a_rows)
-    return _Middle(n.operand, n.rows, (n.mean, n.rstd), z, a.operand, a.rows)
+    smoothing, channels = setup.smoothing, None
+    if smoothing is not None:
+        channels = measured_channels(z, setup.activation, setup.dtype, smoothing)
+    a = cast_activated(
+        z, setup.activation, setup.fc2.input if smoothing is None else smoothing.input, setup.dtype, True,
+        layouts.a_columnwise, layouts.a_rows, None if channels is None else channels.inverse,
+    )  # fmt: skip
+    return _Middle(n.operand, n.rows, (n.mean, n.rstd), z, a.operand, a.rows, channels)
+
+
+def _second_weight(weight: Tensor, made: Operand | None, setup: NormMLP, channels: Channels | None) -> Operand:
+    """What the second product of the forward takes."""
+    if setup.smoothing is not None and channels is not None:
+        return folded(weight, channels, setup.smoothing.weight)
+    return made or quantize_weight(weight, setup.fc2, True, False)
 
 
 class _NormMLP(torch.autograd.Function):
@@ -161,13 +190,16 @@ class _NormMLP(torch.autograd.Function):
         # 1. Codes of the weights, each in the layouts that somebody will use.
         if w1 is None:
             w1 = quantize_weight(parameters.fc1_weight, setup.fc1, True, needs_dn and setup.fc1.dgrad_fp8)
-        if w2 is None:
+        if w2 is None and setup.smoothing is not None:
+            w2 = own_weight(parameters.fc2_weight, setup.fc2, fc2)
+        elif w2 is None:
             w2 = quantize_weight(parameters.fc2_weight, setup.fc2, True, fc2.dx and setup.fc2.dgrad_fp8)
         # 2. What lies between.  [M, K] -> [M, F]
         layouts = _layouts(setup, fc1, fc2)
         middle = _middle(x, parameters, w1, setup, _without(layouts, again, setup.return_norm))
         # 3. The second product.  [M, F] @ [F, K'] -> [M, K']
-        y = fprop(middle.a, w2, parameters.fc2_bias, _second(x, parameters, setup), setup.fc2)
+        second = _second_weight(parameters.fc2_weight, w2, setup, middle.channels)
+        y = fprop(middle.a, second, parameters.fc2_bias, _second(x, parameters, setup), setup.fc2)
         n_rows = None if middle.n_rows is None else shaped(middle.n_rows, x.shape[:-1])
         # 4. What the backward needs.
         ctx.save_for_backward(
@@ -182,6 +214,7 @@ class _NormMLP(torch.autograd.Function):
             repeated_scale(setup.fc1.input, middle.n) if again.n else None,
             *((parameters.fc1_bias, w1.codes, w1.scale) if again.z else (None,) * 3),
             repeated_scale(setup.fc2.input, middle.a) if again.a else None,
+            middle.channels.scale if middle.channels is not None and fc2.dw and setup.fc2.wgrad_fp8 else None,
         )
         ctx.setup, ctx.x_shape = setup, x.shape
         ctx.extents = _first(x, parameters, setup), _second(x, parameters, setup)
@@ -205,6 +238,8 @@ class _NormMLP(torch.autograd.Function):
             # 2. The second product.  dy [M, K'] -> da [M, F], dw2 [K', F], db2 [K']
             gradient = quantized_gradient(as_rows(dy), setup.fc2, fc2)
             da, dw2, db2 = gradients(gradient, a, w2, fc2, second, setup.fc2)
+            if dw2 is not None and saved[-1] is not None:
+                dw2 = unfolded(dw2, saved[-1])
             if da is not None:
                 # 3. The activation.  da [M, F] -> dz [M, N]
                 gradient = cast_activation_gradient(da, z, setup.activation, setup.fc1, setup.dtype, fc1)
@@ -280,7 +315,7 @@ def _completed(ctx: Any, saved: Any, fc1: Needs, fc2: Needs) -> tuple[Kept, Tens
     setup, first = ctx.setup, ctx.extents[0]
     n, (z, z_scale), a = Kept(*saved[:3]), saved[3:5], Kept(*saved[5:8])
     x, norm_weight = saved[14:16]
-    norm_bias, n_scale, fc1_bias, w1_codes, w1_scale, a_scale = saved[18:]
+    norm_bias, n_scale, fc1_bias, w1_codes, w1_scale, a_scale, channels = saved[18:]
     again, layouts = _made_again(setup, fc1, fc2), _layouts(setup, fc1, fc2)
     if again.n:
         # The product is that of the forward, and counted there.
@@ -292,8 +327,10 @@ def _completed(ctx: Any, saved: Any, fc1: Needs, fc2: Needs) -> tuple[Kept, Tens
             z = fprop(made.operand, Operand(w1_codes, w1_scale, None, None), fc1_bias, first, plan)
     z = z if z_scale is None else decoded(z, z_scale, (first.tokens, first.num_out), setup.dtype)
     if again.a and layouts.a_columnwise:
-        quantizer = repeating(setup.fc2.input, a_scale)
-        a_operand = cast_activated(z, setup.activation, quantizer, setup.dtype, False, True, False).operand
+        smoothing = setup.smoothing
+        quantizer = repeating(setup.fc2.input, a_scale) if smoothing is None else smoothing.input
+        inverse = None if channels is None else reciprocal(channels)
+        a_operand = cast_activated(z, setup.activation, quantizer, setup.dtype, False, True, False, inverse).operand
         a = Kept(a_operand.codes_t, a_operand.scale_t)
     elif again.a:
         a = Kept(high=activation_output(z, setup.activation, setup.dtype).output)
@@ -307,4 +344,5 @@ def _first(x: Tensor, parameters: Parameters, setup: NormMLP) -> Extents:
 
 def _second(x: Tensor, parameters: Parameters, setup: NormMLP) -> Extents:
     weight = parameters.fc2_weight
-    return Extents(x.shape[:-1].numel(), weight.shape[0], weight.shape[1], setup.dtype, weight.dtype)
+    dtype = weight.dtype if setup.smoothing is None else gradient_dtype(weight)
+    return Extents(x.shape[:-1].numel(), weight.shape[0], weight.shape[1], setup.dtype, dtype)

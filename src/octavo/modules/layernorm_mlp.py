@@ -7,7 +7,8 @@
 
 x, y [..., hidden]; z [..., ffn], of a gated activation [..., 2 ffn]; a [..., ffn]. With delayed or static scaling n, a
 and the gradient of z exist as FP8 codes alone. The layer gives the bits of `octavo.LayerNorm` (or `octavo.RMSNorm`),
-`octavo.Linear`, the activation and `octavo.Linear` in turn, gradients and delayed-scaling states included.
+`octavo.Linear`, the activation and `octavo.Linear` in turn, gradients and delayed-scaling states included. With
+`smooth_swiglu` the channels of a are brought to one size before their cast (`octavo.functional.smoothing`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,18 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from octavo.functional import NormLinear, NormMLP, Parameters, activate, linear, norm_linear, norm_mlp
+from octavo.functional import (
+    NormLinear,
+    NormMLP,
+    Parameters,
+    Smoothing,
+    activate,
+    linear,
+    norm_linear,
+    norm_mlp,
+    smooth_linear,
+    smoothing_of,
+)
 from octavo.kernels.activations import GATED
 from octavo.modules.layernorm_linear import (
     NormalisedInput,
@@ -34,9 +46,10 @@ from octavo.modules.mlp_part import MLPPart
 from octavo.modules.norm import Normalization
 from octavo.modules.owned_parts import own_parts
 from octavo.recipes import Recipe
-from octavo.runtime import Call, checkpoint, layer_call
+from octavo.runtime import Call, LinearPlan, checkpoint, init_mode, layer_call
 from octavo.runtime.autocast import in_backward
 from octavo.runtime.layer_state import UsedScales
+from octavo.tensor import Operand, QuantizedTensor
 
 # Transformer Engine's names, and the exact gelu of torch.nn.GELU.
 ACTIVATIONS = {
@@ -75,16 +88,22 @@ class LayerNormMLP(NormalisedInput):
         saved_activation_input: what is kept of z for the backward: "high_precision", or "fp8": E4M3 codes with a scale
             a token, at which the activation's gradient is then taken. Where FP8 is off, z itself is kept.
         checkpoint: keep the input alone and compute n, z and a again in the backward.
+        smooth_swiglu: of "swiglu": divide each channel of a by a power of two of its amax, measured in every call,
+            before a is cast, and multiply the columns of `fc2_weight` by it: for long trainings, in which outliers of
+            single channels grow. Where fc2 runs without FP8 it changes nothing.
         recipe: FP8 with this recipe also outside of `octavo.autocast`.
 
     Raises:
-        ValueError: an unknown activation or normalisation; or `checkpoint` with `saved_activation_input="fp8"`.
+        ValueError: an unknown activation or normalisation; `checkpoint` with `saved_activation_input="fp8"`;
+            `smooth_swiglu` with another activation, or inside `octavo.quantized_init`.
     """
 
     fc1_weight: nn.Parameter
     fc1_bias: nn.Parameter | None
     fc2_weight: nn.Parameter
     fc2_bias: nn.Parameter | None
+    # Also of a layer that was saved before there was the option.
+    smooth_swiglu: bool = False
 
     def __init__(
         self,
@@ -103,14 +122,17 @@ class LayerNormMLP(NormalisedInput):
         return_layernorm_output: bool = False,
         saved_activation_input: SavedInput = "high_precision",
         checkpoint: bool = False,
+        smooth_swiglu: bool = False,
         recipe: Recipe | None = None,
     ) -> None:
         super().__init__()
         _check_options(activation, saved_activation_input, checkpoint)
+        _check_smoothing(activation, smooth_swiglu)
+        _refuse_codes(smooth_swiglu and init_mode() is not None)
         self.hidden_size, self.ffn_hidden_size, self.activation = hidden_size, ffn_hidden_size, activation
         self.return_layernorm_output = return_layernorm_output
         self.saved_activation_input: SavedInput = saved_activation_input
-        self.checkpoint = checkpoint
+        self.checkpoint, self.smooth_swiglu = checkpoint, smooth_swiglu
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.add_norm(hidden_size, normalization, eps, zero_centered_gamma, (elementwise_affine, norm_bias), **place)
         widened = ffn_hidden_size * (2 if ACTIVATIONS[activation] in GATED else 1)
@@ -196,12 +218,13 @@ class LayerNormMLP(NormalisedInput):
             self.return_layernorm_output,
             self.saved_activation_input == "fp8",
             recomputed and not watched,
+            self._smoothing(calls[1], fc2, fc2_weight),
         )
         norm = self.layer_norm_weight, self.layer_norm_bias
         parameters = Parameters(*norm, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
         operands = (
             self.fc1.kept_operand(fc1_weight, fc1, cached_weight),
-            self.fc2.kept_operand(fc2_weight, fc2, cached_weight),
+            self._kept_second(fc2_weight, fc2, cached_weight),
         )
         return norm_mlp(x, parameters, setup, operands)
 
@@ -225,8 +248,27 @@ class LayerNormMLP(NormalisedInput):
         if calls[1].recipe is None:
             return plain_linear(a, fc2_weight, fc2_bias, self.fc2.delayed_state, calls[1]), n
         plan = self.fc2.planned(calls[1], fc2_weight)
-        operand = self.fc2.kept_operand(fc2_weight, plan, cached_weight)
+        operand = self._kept_second(fc2_weight, plan, cached_weight)
+        smoothing = self._smoothing(calls[1], plan, fc2_weight)
+        if smoothing is not None:
+            return smooth_linear(a, fc2_weight, fc2_bias, plan, smoothing, fp8_dtype(a), operand), n
         return linear(a, fc2_weight, fc2_bias, plan, fp8_dtype(a), operand), n
+
+    def _smoothing(self, call: Call, plan: LinearPlan, weight: Tensor) -> Smoothing | None:
+        """How fc2's operands are smoothed in this call."""
+        if not self.smooth_swiglu:
+            return None
+        _check_smoothing(self.activation, self.smooth_swiglu)  # a converted layer is told by its attribute
+        _refuse_codes(isinstance(weight, QuantizedTensor))
+        assert call.recipe is not None, "there is a plan"
+        state = self.fc2.delayed_state.input if call.gather and call.recipe.delayed is not None else None
+        return smoothing_of(call.recipe, plan, self.fc2.observer, state)
+
+    def _kept_second(self, weight: Tensor, plan: LinearPlan, cached_weight: CachedWeight | None) -> Operand | None:
+        """Codes of fc2's weight that are kept; smoothed, they are for the backward alone."""
+        if self.smooth_swiglu and not torch.is_grad_enabled():
+            return None
+        return self.fc2.kept_operand(weight, plan, cached_weight)
 
     def _composed_twice(
         self, x: Tensor, calls: list[Call], cached_weight: CachedWeight | None
@@ -265,6 +307,8 @@ class LayerNormMLP(NormalisedInput):
             options.append(f"saved_activation_input={self.saved_activation_input}")
         if self.checkpoint:
             options.append("checkpoint=True")
+        if self.smooth_swiglu:
+            options.append("smooth_swiglu=True")
         return ", ".join(options)
 
 
@@ -277,4 +321,22 @@ def _check_options(activation: str, saved_activation_input: str, checkpoint: boo
         raise ValueError(
             "checkpoint=True keeps nothing of the activation's input, which saved_activation_input='fp8' would have"
             " kept as codes: choose one of the two"
+        )
+
+
+def _check_smoothing(activation: str, smooth_swiglu: bool) -> None:
+    if smooth_swiglu is not True and smooth_swiglu is not False:
+        raise ValueError(f"smooth_swiglu is {smooth_swiglu!r}: expected True or False")
+    if smooth_swiglu and activation != "swiglu":
+        raise ValueError(
+            f"smooth_swiglu=True and activation is {activation!r}: it smooths the channels of 'swiglu'; leave it out,"
+            " or use that activation"
+        )
+
+
+def _refuse_codes(there_are: bool) -> None:
+    if there_are:
+        raise ValueError(
+            "smooth_swiglu=True multiplies the columns of fc2_weight before their cast, and inside"
+            " octavo.quantized_init there are only codes of it: build the layer outside, or without smooth_swiglu"
         )

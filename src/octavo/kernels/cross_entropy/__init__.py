@@ -76,9 +76,12 @@ def cross_entropy_gradient(
     _check(logits, targets)
     if in_place:
         _check_apart(logits)
-    if factor is not None and factor.numel() != 1 and factor.shape != targets.shape:
+    if factor is not None and (
+        factor.dtype != torch.float32 or (factor.numel() != 1 and factor.shape != targets.shape)
+    ):
         raise ValueError(
-            f"factor has shape {tuple(factor.shape)}: expected one number, or one a row, {tuple(targets.shape)}"
+            f"factor is {factor.dtype} of shape {tuple(factor.shape)}: expected float32, one number or one a row,"
+            f" {tuple(targets.shape)}"
         )
     if not torch.compiler.is_compiling():
         return _gradient(logits, targets, lse, factor, *rule, in_place)

@@ -25,6 +25,37 @@ _A_THREAD = 16
 
 
 @triton.jit
+def _loaded(source, place, end, other, WHOLE: tl.constexpr):
+    """A block of a row as float32; a whole one without masks, so that what is aligned is read 16 bytes at a time."""
+    if WHOLE:
+        return tl.load(source + place).to(tl.float32)
+    else:
+        return tl.load(source + place, mask=place < end, other=other).to(tl.float32)
+
+
+@triton.jit
+def _with_block(values, largest, exponentials):
+    """The largest value so far, what exponentials are shifted by for it, and their sum, with a block more."""
+    larger = tl.maximum(largest, tl.max(values, axis=0))
+    shift = tl.where(larger == -float("inf"), 0.0, larger)
+    return larger, shift, exponentials * tl.exp(largest - shift) + tl.sum(tl.exp(values - shift), axis=0)
+
+
+@triton.jit
+def _gradient_of(
+    values, here, lse, smoothed, weight, RULE: tl.constexpr, THROUGH: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """The gradient of a block, `here` where its target stands, rounded through the dtype of the logits."""
+    result = tl.exp(values - lse)
+    if RULE[1] > 0:
+        result = result * (1.0 + 2.0 * RULE[1] * lse)
+    if RULE[0] > 0:
+        result = result - smoothed
+    result = tl.where(here, result - (1.0 - RULE[0]), result) * weight
+    return rounded(result, THROUGH, INTERPRETED)
+
+
+@triton.jit
 def cross_entropy_kernel(
     logits,
     targets,
@@ -50,36 +81,37 @@ def cross_entropy_kernel(
 
     -> gradient [rows, columns], which may be logits itself.
     """
-    # 1. Which row; 64 bits, since an offset can exceed 2^31.
+    # 1. Which row, 64 bits, since an offset can exceed 2^31; where its whole blocks end. One that does not count has 0.
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * stride_logits
     target = tl.load(targets + row).to(tl.int64)
     counts = target != IGNORE_INDEX
     inside = (target >= 0) & (target < columns)
     column = tl.arange(0, BLOCK)
-    nothing = tl.full((), float("nan"), tl.float32)
+    end = tl.where(counts, columns, 0)
+    whole = end // BLOCK * BLOCK
+    spot = tl.where(inside, target, -1).to(tl.int32)
     smoothed = LABEL_SMOOTHING / columns
-    kept: tl.constexpr = 1.0 - LABEL_SMOOTHING
+    RULE: tl.constexpr = (LABEL_SMOOTHING, Z_LOSS)
     if HAS_LOSS:
         # 2. The logit of the target, before a gradient is written in its place.
         at = tl.load(source + target, mask=counts & inside, other=0.0).to(tl.float32)
-        # 3. The largest logit so far, and the sum of exponentials in its units; of a row that does not count, nothing.
+        # 3. The largest logit so far, and the sum of exponentials in its units.
         largest = tl.full((), -float("inf"), tl.float32)
-        shift = tl.full((), 0.0, tl.float32)
         exponentials = tl.full((), 0.0, tl.float32)
         total = tl.full((), 0.0, tl.float32)
-        for first in range(0, tl.where(counts, columns, 0), BLOCK):
-            within = first + column < columns
-            values = tl.load(source + first + column, mask=within, other=-float("inf")).to(tl.float32)
-            larger = tl.maximum(largest, tl.max(values, axis=0))
-            shift = tl.where(larger == -float("inf"), 0.0, larger)
-            exponentials = exponentials * tl.exp(largest - shift) + tl.sum(tl.exp(values - shift), axis=0)
-            largest = larger
+        for first in range(0, whole, BLOCK):
+            values = _loaded(source, first + column, end, 0.0, True)
+            largest, _, exponentials = _with_block(values, largest, exponentials)
             if LABEL_SMOOTHING > 0:
-                total += tl.sum(tl.where(within, values, 0.0), axis=0)
+                total += tl.sum(values, axis=0)
+        values = _loaded(source, whole + column, end, -float("inf"), False)
+        largest, shift, exponentials = _with_block(values, largest, exponentials)
+        if LABEL_SMOOTHING > 0:
+            total += tl.sum(tl.where(whole + column < end, values, 0.0), axis=0)
         # 4. Its log sum exp, NaN where the target is no class; its loss.
-        lse = tl.where(inside, shift + tl.log(exponentials), nothing)
-        loss = lse - kept * at
+        lse = tl.where(inside, shift + tl.log(exponentials), tl.full((), float("nan"), tl.float32))
+        loss = lse - (1.0 - LABEL_SMOOTHING) * at
         if LABEL_SMOOTHING > 0:
             loss = loss - smoothed * total
         if Z_LOSS > 0:
@@ -91,24 +123,21 @@ def cross_entropy_kernel(
     if HAS_GRADIENT:
         # 5. Probabilities less the smoothed target, where all threads have read what is about to be overwritten.
         tl.debug_barrier()
-        target_gradient = gradient + row * stride_gradient
+        result = gradient + row * stride_gradient
         weight = tl.full((), 1.0, tl.float32)
         if HAS_FACTOR:
-            weight = tl.load(factor + row * stride_factor).to(tl.float32)
-        for first in range(0, columns, BLOCK):
-            within = first + column < columns
-            values = tl.load(source + first + column, mask=within & counts, other=0.0).to(tl.float32)
-            result = tl.exp(values - lse)
-            if Z_LOSS > 0:
-                result = result * (1.0 + 2.0 * Z_LOSS * lse)
-            if LABEL_SMOOTHING > 0:
-                result = result - smoothed
-            result = tl.where(first + column == target, result - kept, result)
-            if HAS_FACTOR:
-                result = result * weight
-            result = tl.where(counts, result, 0.0)
-            result = rounded(result, THROUGH, INTERPRETED).to(gradient.dtype.element_ty)
-            tl.store(target_gradient + first + column, result, mask=within)
+            weight = tl.load(factor + row * stride_factor)
+        for first in range(0, whole, BLOCK):
+            place = first + column
+            values = _loaded(source, place, end, 0.0, True)
+            values = _gradient_of(values, place == spot, lse, smoothed, weight, RULE, THROUGH, INTERPRETED)
+            tl.store(result + place, values.to(gradient.dtype.element_ty))
+        for first in range(whole, columns, BLOCK):
+            place = first + column
+            values = _loaded(source, place, end, 0.0, False)
+            values = _gradient_of(values, place == spot, lse, smoothed, weight, RULE, THROUGH, INTERPRETED)
+            values = tl.where(counts, values, 0.0)
+            tl.store(result + place, values.to(gradient.dtype.element_ty), mask=place < columns)
 
 
 _launch_kernel = Launcher(cross_entropy_kernel)

@@ -21,6 +21,7 @@ from octavo.compat.transformer_engine.pytorch.attention import (
     RotaryPositionEmbedding,
 )
 from octavo.compat.transformer_engine.pytorch.checkpoint import checkpoint
+from octavo.compat.transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 from octavo.compat.transformer_engine.pytorch.cuda_graphs import make_graphed_callables
 from octavo.compat.transformer_engine.pytorch.fp8_padding import Fp8Padding, Fp8Unpadding
 from octavo.compat.transformer_engine.pytorch.grouped_linear import GroupedLinear
@@ -57,7 +58,6 @@ _PLANNED_FUNCTIONS = (
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
     "onnx_export",
-    "parallel_cross_entropy",
 )
 
 
@@ -100,6 +100,7 @@ __all__ = [
     "is_nvfp4_available",
     "make_graphed_callables",
     "optimizers",
+    "parallel_cross_entropy",
     "quantization",
     "quantized_model_init",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="kernels are Triton's")
 
@@ -40,12 +41,32 @@ class Attention(nn.Module):
         return self.q_proj(x) * self.k_proj(x) + self.v_proj(x)
 
 
-class Run:
-    """Steps of one layer, the update outside of what is compiled."""
+class Apart(Attention):
+    """Nothing that Inductor would fuse and round once, where eager code rounds twice."""
 
-    def __init__(self, recipe: Recipe, device: str, compiler: Any = None, **options: Any) -> None:
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+
+
+class Checkpointed(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Updated(Attention):
+    """The update at the end of a forward, which for gradients is that of the step before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with octavo.autocast(recipe=self.q_proj.recipe):
+            return super().forward(x)
+
+
+class Run:
+    """Steps of a layer, with an update after each."""
+
+    def __init__(self, recipe: Recipe, device: str, compiler: Any = None, layer: type[Attention] = Attention) -> None:
         torch.manual_seed(0)
-        self.model = Attention().to(device)
+        self.model = layer().to(device)
         octavo.convert(self.model, recipe=recipe, filter="all")
         self.device = device
         self.run = self.model if compiler is None else torch.compile(self.model, backend=compiler, fullgraph=True)
@@ -58,7 +79,8 @@ class Run:
             y = self.run(x)
         # Of integers, so that sums of them do not depend on their order.
         y.backward(torch.randint(-4, 5, y.shape).to(y))
-        octavo.update_scales(self.model)
+        if not isinstance(self.model, Updated):
+            octavo.update_scales(self.model)
         seen = [y.detach().clone(), x.grad, *(p.grad.clone() for p in self.model.parameters())]
         for layer in (self.model.q_proj, self.model.k_proj, self.model.v_proj):
             for operand in layer.delayed_state.operands:
@@ -112,3 +134,40 @@ def test_an_evaluation_casts_the_input_once(name: str, kernels_everywhere: None)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(compiled.run(x), eager.run(x))
     assert cast_launches(backend) == 4
+
+
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_a_recompute_casts_the_input_once_more(name: str, kernels_everywhere: None) -> None:
+    backend = Compiled()
+    eager, compiled = Run(RECIPES[name], "cpu"), Run(RECIPES[name], "cpu", backend, Checkpointed)
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        for number in range(3):
+            for a, b in zip(eager.step(number), compiled.step(number), strict=True):
+                assert torch.equal(a, b)
+    # Input and weights in the forward and again in the backward, and three gradients.
+    assert cast_launches(backend) == backend.graphs * (4 + 4 + 3)
+    assert backend.kept_codes == 0
+
+
+def test_an_update_in_the_graph_sees_what_was_gathered_once(kernels_everywhere: None) -> None:
+    backend = Compiled()
+    eager, compiled = (Run(RECIPES["delayed"], "cpu", compiler, Updated) for compiler in (None, backend))
+    for number in range(5):
+        for part, (a, b) in enumerate(zip(eager.step(number), compiled.step(number), strict=True)):
+            assert torch.equal(a, b), f"step {number}, part {part}"
+    assert cast_launches(backend) == backend.graphs * 7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["delayed", "block"])
+def test_on_a_gpu_a_step_launches_seven_casts(name: str) -> None:
+    torch._dynamo.reset()
+    eager, compiled = Run(RECIPES[name], "cuda", layer=Apart), Run(RECIPES[name], "cuda", "inductor", Apart)
+    for number in range(4):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+            found = compiled.step(number)
+            torch.cuda.synchronize()
+        for a, b in zip(eager.step(number), found, strict=True):
+            assert torch.equal(a, b)
+    names = [event.name for event in profile.events()]
+    assert sum("cast_transpose" in name or "block_cast" in name for name in names) == 7

@@ -143,6 +143,10 @@ def _name(index: int) -> str:
 
 class _ByReference(torch.fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.aten._foreach_copy_.default:
+            # In Inductor's hands it returns what it wrote to.
+            target(*args, **kwargs)
+            return args[0]
         if target is not triton_kernel_wrapper_mutation:
             return super().call_function(target, args, kwargs)
         _RUN[_name(kwargs["kernel_idx"])](**kwargs["kwargs"])

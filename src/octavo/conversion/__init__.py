@@ -3,6 +3,6 @@
 from octavo.conversion.convert import convert, unconvert
 from octavo.conversion.gain import expected_gain
 from octavo.conversion.plain_state import state_dict
-from octavo.conversion.report import ConversionReport, LayerReport
+from octavo.conversion.report import ConversionReport, LayerReport, StructureReport
 
-__all__ = ["ConversionReport", "LayerReport", "convert", "expected_gain", "state_dict", "unconvert"]
+__all__ = ["ConversionReport", "LayerReport", "StructureReport", "convert", "expected_gain", "state_dict", "unconvert"]

@@ -14,6 +14,8 @@ from torch import nn
 
 from octavo.conversion.converted import fp8_class, is_conv1d, original_class
 from octavo.conversion.fast_path import leave_fast_path, restore_fast_path
+from octavo.conversion.fuse import fuse as fuse_structures
+from octavo.conversion.fuse import unfuse
 from octavo.conversion.fused import kind_of
 from octavo.conversion.gain import expected_gain, method_of
 from octavo.conversion.report import NO_DEVICE, ConversionReport, LayerReport
@@ -34,6 +36,7 @@ def convert(
     include: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] | None = None,
     filter: LayerFilter = None,
+    fuse: bool = True,
     dry_run: bool = False,
 ) -> ConversionReport:
     """Run the linear layers of `model` in FP8, in place.
@@ -50,24 +53,34 @@ def convert(
         exclude: regular expressions; layers that one of them matches stay as they are.
         filter: None leaves out layers that FP8 would slow down on the device at hand; "all" takes them too; a function
             of (module, qualified name) decides by itself.
+        fuse: compute MLPs whose class is known as one, and have normalisations cast their output ahead for the layers
+            behind them. False leaves all but the linear layers as they are.
         dry_run: change nothing, only report.
 
     Returns:
-        what was converted, what was not and why; a warning is given as well if nothing was, or if a pattern matched
-        nothing.
+        what was converted and fused, what was not and why; a warning is given as well if nothing was converted, or if
+        a pattern matched nothing.
 
     Raises:
-        ValueError: no recipe, no regular expression, or no filter where one is expected.
+        ValueError: no recipe, no regular expression, no filter, or no truth value where one is expected.
     """
     check_recipe(recipe)
+    if not isinstance(fuse, bool):
+        raise ValueError(f"fuse is {fuse!r}: it must be True or False")
     chosen = recipe or CurrentScaling()
     selection = checked_selection(include, exclude, filter)
     found = candidates(model, selection, chosen)
     rows = [_convert_layer(layer, chosen, dry_run) for layer in found]
     converted = {id(layer.module) for layer, row in zip(found, rows, strict=True) if row.converted}
     remarks = [] if dry_run else leave_fast_path(model, converted) + _shared_inputs(model)
+    structures = fuse_structures(model, converted, fuse, dry_run)
     report = ConversionReport(
-        tuple(rows), tuple(unmatched_patterns(found, selection)), tuple(remarks), dry_run, _device(model)
+        tuple(rows),
+        tuple(unmatched_patterns(found, selection)),
+        tuple(remarks),
+        dry_run,
+        _device(model),
+        tuple(structures),
     )
     for warning in report.warnings:
         warnings.warn(f"octavo.convert: {warning}", stacklevel=2)
@@ -82,6 +95,7 @@ def unconvert(model: nn.Module) -> nn.Module:
     own layers that `convert` met get back the recipe and name that they had; those it did not meet stay, but for an
     `octavo.Linear`, which is taken for a converted one.
     """
+    unfuse(model)
     decoded: dict[int, nn.Parameter] = {}  # by the weight, so that what was tied stays so
     held = []
     for module in model.modules():

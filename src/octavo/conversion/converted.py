@@ -53,6 +53,11 @@ def fp8_class(kind: type[nn.Module], transposed: bool) -> type[FP8LinearMixin]:
     return _CLASSES[kind]
 
 
+def runs_plainly(module: object) -> bool:
+    """True for an FP8 layer that does nothing but its matrix product, so that others may compute that for it."""
+    return isinstance(module, FP8LinearMixin) and type(module).forward in (Linear.forward, _Rows.forward)
+
+
 def original_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The class that a layer of FP8 class `kind` had before, or has when it is converted back.
 

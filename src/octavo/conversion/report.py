@@ -37,6 +37,25 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class StructureReport:
+    """An MLP, or a normalisation before linear layers.
+
+    Attributes:
+        name: qualified name in the model, of the MLP or of the normalisation.
+        kind: its class before.
+        parts: names of what is computed as one: of an MLP layers and activation, of a normalisation the layers behind.
+        fused: whether it is computed as one now (or would be, in a dry run).
+        reason: why it is not; empty if it is.
+    """
+
+    name: str
+    kind: str
+    parts: tuple[str, ...]
+    fused: bool
+    reason: str
+
+
+@dataclass(frozen=True)
 class ConversionReport:
     """Outcome of `octavo.convert`.
 
@@ -45,6 +64,8 @@ class ConversionReport:
         unmatched: patterns of `include` and `exclude` that matched no such layer.
         remarks: what else was done or seen.
         dry_run: nothing was changed.
+        device: of the model's parameters.
+        structures: MLPs and normalisations that were looked at, in the order of the model.
     """
 
     layers: tuple[LayerReport, ...]
@@ -52,6 +73,7 @@ class ConversionReport:
     remarks: tuple[str, ...] = ()
     dry_run: bool = False
     device: str = field(default="cpu")
+    structures: tuple[StructureReport, ...] = ()
 
     @property
     def converted(self) -> list[LayerReport]:
@@ -62,6 +84,16 @@ class ConversionReport:
     def skipped(self) -> list[LayerReport]:
         """Layers that stay in high precision, each with its reason."""
         return [layer for layer in self.layers if not layer.converted]
+
+    @property
+    def fused(self) -> list[StructureReport]:
+        """Structures that are computed as one."""
+        return [structure for structure in self.structures if structure.fused]
+
+    @property
+    def unfused(self) -> list[StructureReport]:
+        """Structures whose parts run one by one, each with its reason."""
+        return [structure for structure in self.structures if not structure.fused]
 
     @property
     def warnings(self) -> list[str]:
@@ -93,5 +125,18 @@ class ConversionReport:
             lines.append("FP8 is emulated here, with the same numbers: no layer was left out for its speed.")
         if self.converted:
             lines.append("gain: forward and backward against bf16 on an H200 with many tokens, a model's estimate.")
-        lines += list(self.remarks)
+        lines += _structure_lines(self.structures) + list(self.remarks)
         return "\n".join([f"! {warning}" for warning in self.warnings] + lines)
+
+
+def _structure_lines(structures: tuple[StructureReport, ...]) -> list[str]:
+    """A line for those that are alike."""
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for one in structures:
+        alike.setdefault((one.kind, one.parts, one.fused, one.reason), []).append(one.name or "(root)")
+    lines = []
+    for (kind, parts, fused, reason), names in alike.items():
+        which = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        of = f" with {', '.join(parts)}" if isinstance(parts, tuple) and parts else ""
+        lines.append(f"{'fused' if fused else 'not fused'}: {kind}{of}, {which}{'' if fused else f': {reason}'}")
+    return lines

@@ -1,0 +1,92 @@
+"""The normalisation of somebody's model that casts its output ahead for the FP8 layers behind it.
+
+A derived class in place, with the parameters it had. What it hands on is a normalised tensor like any other; the layers
+behind it find the codes of that very tensor made (`octavo.functional.norm_ahead`). In compiled code, where the compiler
+fuses a normalisation with what is before it, and wherever FP8 is off, the forward of the class before runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from octavo.conversion.converted import runs_plainly
+from octavo.conversion.known_parts import known_norm
+from octavo.functional.norm_ahead import normalise_ahead
+from octavo.modules import OUT_DTYPES, FP8LinearMixin
+from octavo.modules.norm import handed_on_dtype
+from octavo.runtime import LinearPlan, layer_call
+
+# Under which name a normalisation knows the layers behind it; as a tuple they are no children of it.
+FOLLOWERS = "_layers_behind"
+
+
+class CastingNorm(nn.Module):
+    """What the derived classes of all normalisations share.
+
+    Attributes:
+        fused_from: the class that it was.
+    """
+
+    fused_from: ClassVar[type[nn.Module]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As before."""
+        if torch.compiler.is_compiling() or len(args) != 1 or kwargs:
+            return super().forward(*args, **kwargs)
+        x = args[0]
+        plan = self._plan_of_what_follows(x)
+        if plan is None:
+            return super().forward(x)
+        norm = known_norm(self, self.fused_from)
+        assert norm is not None, "known when its class was changed"
+        followers = self.__dict__[FOLLOWERS]
+        trains = torch.is_grad_enabled() and any(layer.weight.requires_grad for layer in followers)
+        weight: Any = self.weight
+        bias: Any = getattr(self, "bias", None)
+        through = norm.through(handed_on_dtype(x))
+        return normalise_ahead(x, through, weight, bias, plan.input, trains and plan.wgrad_fp8 and not plan.keeps_input)
+
+    def _plan_of_what_follows(self, x: Any) -> LinearPlan | None:
+        """That of the first layer behind; None where the class before is to run."""
+        first: FP8LinearMixin = self.__dict__[FOLLOWERS][0]
+        weight: Any = self.weight
+        if not isinstance(x, Tensor) or x.is_inference() or handed_on_dtype(x) not in OUT_DTYPES:
+            return None
+        # (None of one without affine parameters.)
+        if weight is not None and (x.shape[-1:] != weight.shape or not _hands_on_as_before(x, weight)):
+            return None
+        if not runs_plainly(first):
+            return None
+        call = layer_call(first.delayed_state, first.recipe, first.layer_name)
+        if call.recipe is None:
+            return None
+        plan = first.planned(call, first.matrix())
+        origin = getattr(plan.input, "origin", None)
+        # Whoever watches a quantizer is told of the cast by the layer.
+        return None if origin is None or origin() is None else plan
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (self.fused_from,), self.__getstate__()
+
+
+_CLASSES: dict[type[nn.Module], type[CastingNorm]] = {}
+
+
+def casting_class(kind: type[nn.Module]) -> type[CastingNorm]:
+    """The class that a normalisation of class `kind` becomes."""
+    if kind not in _CLASSES:
+        namespace = {"__doc__": f"{kind.__name__} that casts its output ahead to FP8.", "fused_from": kind}
+        _CLASSES[kind] = type(f"FP8{kind.__name__}", (CastingNorm, kind), namespace)
+    return _CLASSES[kind]
+
+
+def _hands_on_as_before(x: Tensor, weight: Any) -> bool:
+    """True unless the class before would hand on a wider dtype to whoever takes it."""
+    return weight.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)
+
+
+def _rebuild(kind: type[nn.Module]) -> nn.Module:
+    return nn.Module.__new__(casting_class(kind))

@@ -1,0 +1,157 @@
+"""`fuse` and `unfuse`: known structures of a converted model computed as one, and the way back.
+
+Nothing but the class of the module that holds a structure changes, in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from octavo.conversion.casting_norm import FOLLOWERS, CastingNorm, casting_class
+from octavo.conversion.converted import runs_plainly
+from octavo.conversion.joined_mlp import JoinedMLP, is_listened_to, joined_class
+from octavo.conversion.known_parts import activation_name, is_replaced, known_norm
+from octavo.conversion.report import StructureReport
+from octavo.conversion.structures import MLPS, NORMS, MLPStructure, NormStructure, Path, class_reason, code_reason, part
+
+
+class _Found(NamedTuple):
+    """A module that has the parts of a structure, and what speaks against it by its class."""
+
+    name: str
+    module: nn.Module
+    structure: MLPStructure | NormStructure
+    reason: str
+
+
+def fuse(model: nn.Module, converted: set[int], wanted: bool = True, dry_run: bool = False) -> list[StructureReport]:
+    """Have the known structures of a model run as one.
+
+    Args:
+        model: converted.
+        converted: ids of the linear layers that are in FP8, or would be.
+        wanted: False turns structures back into what they were, and says so.
+        dry_run: change nothing.
+    """
+    rows = []
+    for found in _found(model):
+        reason = found.reason or ("" if wanted else "fuse=False")
+        rows.append(_report(found, reason or _layer_reason(found, converted)))
+        if dry_run:
+            continue
+        if rows[-1].fused:
+            _change(found)
+        else:
+            _restore(_changed_module(found))
+    return rows
+
+
+def unfuse(model: nn.Module) -> nn.Module:
+    """Turn every structure that `fuse` changed back into the class it came from, in place."""
+    for module in model.modules():
+        _restore(module)
+    return model
+
+
+def _found(model: nn.Module) -> Iterator[_Found]:
+    """The structures of a model by the names of their parts, each with the reason that speaks against it."""
+    for name, module in model.named_modules():
+        kind = _class_before(module)
+        alike = [mlp for mlp in MLPS if all(isinstance(part(module, path), nn.Module) for path in mlp.layers)]
+        if alike:
+            mlp = next((one for one in alike if not class_reason(one, kind)), alike[0])
+            reason = class_reason(mlp, kind) or code_reason(mlp, module, kind) or _replaced_reason(module)
+            yield _Found(name, module, mlp, reason)
+        for norm in NORMS:
+            there = isinstance(part(module, norm.norm), nn.Module)
+            if there and (_followers(module, norm) or not class_reason(norm, kind)):
+                yield _Found(name, module, norm, class_reason(norm, kind) or norm.reason)
+
+
+def _class_before(module: nn.Module) -> type[nn.Module]:
+    return module.fused_from if isinstance(module, (JoinedMLP, CastingNorm)) else type(module)
+
+
+def _replaced_reason(module: nn.Module) -> str:
+    return "its forward was replaced on the instance" if is_replaced(module) else ""
+
+
+def _followers(module: nn.Module, norm: NormStructure) -> list[tuple[Path, Any]]:
+    """The linear layers that take the output of a normalisation, of those that are there."""
+    layers = ((path, part(module, path)) for path in norm.followers)
+    return [(path, layer) for path, layer in layers if isinstance(layer, nn.Module)]
+
+
+def _layer_reason(found: _Found, converted: set[int]) -> str:
+    """Why the parts of a structure that is known cannot run as one."""
+    module, structure = found.module, found.structure
+    if isinstance(structure, NormStructure):
+        return _norm_reason(module, structure, converted)
+    for path in structure.parts:
+        if is_listened_to(part(module, path)):
+            return f"a hook listens to {'.'.join(path)}, or its forward was replaced"
+    for path in structure.layers:
+        if id(part(module, path)) not in converted:
+            return f"{'.'.join(path)} stays in high precision"
+    if activation_name(part(module, structure.activation)) is None:
+        return f"the activation {type(part(module, structure.activation)).__name__} is not known"
+    for path in structure.between:
+        between = part(module, path)
+        if type(between) is nn.Dropout and between.p > 0:
+            return f"a dropout of {between.p} lies between {'.'.join(structure.activation)} and the next layer"
+        if type(between) not in (nn.Dropout, nn.Identity):
+            return f"a {type(between).__name__} lies between {'.'.join(structure.activation)} and the next layer"
+    return ""
+
+
+def _norm_reason(module: nn.Module, structure: NormStructure, converted: set[int]) -> str:
+    norm = part(module, structure.norm)
+    if known_norm(norm, _class_before(norm)) is None:
+        return f"the normalisation {_class_before(norm).__name__} is not known"
+    if not any(id(layer) in converted for _, layer in _followers(module, structure)):
+        return f"what follows ({', '.join(path[-1] for path in structure.followers)}) stays in high precision"
+    return ""
+
+
+def _report(found: _Found, reason: str) -> StructureReport:
+    structure, prefix = found.structure, f"{found.name}." if found.name else ""
+    if isinstance(structure, MLPStructure):
+        kind = _class_before(found.module).__name__
+        names = [path[-1] if len(structure.first) > 1 else ".".join(path) for path in structure.first]
+        parts = (*names, structure.activation[-1], ".".join(structure.last))
+        return StructureReport(found.name, kind, parts, not reason, reason)
+    norm = part(found.module, structure.norm)
+    parts = tuple(path[-1] for path, _ in _followers(found.module, structure))
+    name = f"{prefix}{'.'.join(structure.norm)}"
+    return StructureReport(name, _class_before(norm).__name__, parts, not reason, reason)
+
+
+def _changed_module(found: _Found) -> nn.Module:
+    """The module whose class the structure changes."""
+    if isinstance(found.structure, MLPStructure):
+        return found.module
+    norm: nn.Module = part(found.module, found.structure.norm)
+    return norm
+
+
+def _change(found: _Found) -> None:
+    module, structure = _changed_module(found), found.structure
+    kind = _class_before(module)
+    if isinstance(structure, MLPStructure):
+        module.__class__ = joined_class(kind, structure)
+        return
+    followers = tuple(layer for _, layer in _followers(found.module, structure) if runs_plainly(layer))
+    for layer in followers:
+        # That others make the same codes of an input with delayed scaling is known by its state.
+        layer.delayed_state.input.shared = True
+    module.__class__ = casting_class(kind)
+    module.__dict__[FOLLOWERS] = followers
+
+
+def _restore(module: nn.Module) -> None:
+    if isinstance(module, (JoinedMLP, CastingNorm)):
+        module.__dict__.pop(FOLLOWERS, None)
+        module.__class__ = module.fused_from  # type: ignore[assignment]

@@ -1,0 +1,127 @@
+"""The MLP of somebody's model, computed as one: its class in place, its children, names and states kept.
+
+A derived class calls `octavo.functional.mlp` with the parameters and FP8 states of the layers that it holds. Where
+these cannot run as one (FP8 is off, a layer was replaced, somebody listens to an inner module by a hook, dropout is on
+between them) the forward of the class before runs, which calls them one by one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from octavo.conversion.converted import runs_plainly
+from octavo.conversion.known_parts import activation_name, is_replaced
+from octavo.conversion.structures import MLPS, MLPStructure, part
+from octavo.functional.mlp import MLP, Layer, mlp
+from octavo.modules import FP8LinearMixin
+from octavo.modules.layernorm_linear import fp8_dtype
+from octavo.runtime import layer_call
+
+
+class JoinedMLP(nn.Module):
+    """What the derived classes of all MLPs share.
+
+    Attributes:
+        structure: where its parts are.
+        fused_from: the class that it was.
+    """
+
+    structure: ClassVar[MLPStructure]
+    fused_from: ClassVar[type[nn.Module]]
+
+    def joined(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """The output of the method that is computed as one; None if the layers have to run one by one."""
+        if len(args) != 1 or kwargs:
+            return None
+        x, structure = args[0], self.structure
+        if running_reason(self, structure):
+            return None
+        layers: list[FP8LinearMixin] = [part(self, path) for path in structure.layers]
+        if x.shape[-1:] != layers[0].matrix().shape[1:]:
+            return None  # whose error is the layer's own
+        calls = [layer_call(layer.delayed_state, layer.recipe, layer.layer_name) for layer in layers]
+        if any(call.recipe is None for call in calls):
+            return None
+        weights = [layer.matrix() for layer in layers]
+        plans = [layer.planned(call, weight) for layer, call, weight in zip(layers, calls, weights, strict=True)]
+        made = [
+            Layer(weight, layer.added_bias(), layer.kept_operand(weight, plan, None))
+            for layer, weight, plan in zip(layers, weights, plans, strict=True)
+        ]
+        activation = activation_name(part(self, structure.activation))
+        assert activation is not None, "looked at before"
+        setup = MLP(activation, tuple(plans[:-1]), plans[-1], fp8_dtype(x))
+        return structure.finish(self, mlp(x, tuple(made[:-1]), made[-1], setup), x)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (self.fused_from, self.structure.classes), self.__getstate__()
+
+
+class _JoinedForward(JoinedMLP):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As before."""
+        y = self.joined(*args, **kwargs)
+        return super().forward(*args, **kwargs) if y is None else y
+
+
+class _JoinedChunk(JoinedMLP):
+    # (Whoever calls it counts its arguments.)
+    def feed_forward_chunk(self, attention_output: Tensor) -> Any:
+        """As before."""
+        y = self.joined(attention_output)
+        return super().feed_forward_chunk(attention_output) if y is None else y  # type: ignore[misc]
+
+
+_BY_METHOD: dict[str, type[JoinedMLP]] = {"forward": _JoinedForward, "feed_forward_chunk": _JoinedChunk}
+_CLASSES: dict[type[nn.Module], type[JoinedMLP]] = {}
+
+
+def joined_class(kind: type[nn.Module], structure: MLPStructure) -> type[JoinedMLP]:
+    """The class that a module of class `kind`, recognised as `structure`, becomes."""
+    if kind not in _CLASSES:
+        namespace = {
+            "__doc__": f"{kind.__name__} whose layers run as one in FP8.",
+            "fused_from": kind,
+            "structure": structure,
+        }
+        _CLASSES[kind] = type(f"FP8{kind.__name__}", (_BY_METHOD[structure.method], kind), namespace)
+    return _CLASSES[kind]
+
+
+def running_reason(module: nn.Module, structure: MLPStructure) -> str:
+    """Why the layers have to run one by one as things stand; empty if they may run as one."""
+    for path in structure.parts:
+        if is_listened_to(part(module, path)):
+            return f"a hook listens to {'.'.join(path)}, or its forward was replaced"
+    for path in structure.layers:
+        if not runs_plainly(part(module, path)):
+            return f"{'.'.join(path)} is not in FP8"
+    if activation_name(part(module, structure.activation)) is None:
+        return f"the activation {type(part(module, structure.activation)).__name__} is not known"
+    for path in structure.between:
+        if not _is_without_effect(part(module, path)):
+            return f"{'.'.join(path)} lies between the activation and {'.'.join(structure.last)}"
+    return ""
+
+
+def is_listened_to(module: Any) -> bool:
+    """True if somebody would notice that a module is not called."""
+    return isinstance(module, nn.Module) and bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or is_replaced(module)
+    )
+
+
+def _is_without_effect(module: Any) -> bool:
+    kind = type(module)
+    return kind is nn.Identity or (kind is nn.Dropout and (module.p == 0 or not module.training))
+
+
+def _rebuild(kind: type[nn.Module], classes: tuple[str, ...]) -> nn.Module:
+    structure = next(structure for structure in MLPS if structure.classes == classes)
+    return nn.Module.__new__(joined_class(kind, structure))

@@ -1,0 +1,101 @@
+"""A normalisation that casts its output ahead, for the linear layers that take it.
+
+    n      [..., K] = norm of x, rounded to the dtype that it is handed on in     (`octavo.functional.norm`)
+    codes  of n     = what the layer behind it would make of n                    (`octavo.functional.linear`)
+
+n is there for whoever reads it; in the same pass over x it has been cast, and the layers that would make the same codes
+of that very n take them (`octavo.functional.shared_input`). One that would make others, or is given something else,
+casts for itself. Bits and gathered amaxes are those of a normalisation and a cast. Bytes moved an element of bf16: 2
+read and 4 written, against 4 and 4.
+
+Eager code only: what is handed on beside n the compiler does not see.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.functional.fused_casts import cast_normalised
+from octavo.functional.norm import dense_rows
+from octavo.functional.products import shaped
+from octavo.functional.shared_input import as_rows, quantize_input
+from octavo.kernels.norm_backward import norm_backward
+from octavo.kernels.norm_cast import Norm
+from octavo.tensor import Operand, Quantizer
+
+
+def normalise_ahead(
+    x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None, quantizer: Quantizer, columnwise: bool
+) -> Tensor:
+    """Normalised rows of x [..., K] -> the same shape, of dtype `norm.through`; their codes wait for the next layer.
+
+    Args:
+        x: float32, bfloat16 or float16.
+        norm: which normalisation.
+        weight, bias: [K] or None.
+        quantizer: of the input of the layer that takes n; one that tells its origin.
+        columnwise: both layouts will be wanted.
+    """
+    assert norm.through is not None, "a layer hands on a dtype"
+    if torch.is_grad_enabled():
+        made: list[Operand] = []
+        n: Tensor = _NormAhead.apply(x, weight, bias, norm, quantizer, columnwise, made)
+        operand = made[0]
+    else:
+        cast = cast_normalised(dense_rows(x), norm, weight, bias, quantizer, columnwise, True)
+        assert cast.rows is not None, "they were asked for"
+        n, operand = cast.rows.reshape(x.shape), cast.operand
+    waiting = _Waiting(quantizer, operand)
+    quantize_input(n, waiting, waiting, norm.through, columnwise)
+    return n
+
+
+class _Waiting:
+    """A quantizer that gives what has been made already."""
+
+    def __init__(self, quantizer: Any, operand: Operand) -> None:
+        self.origin = quantizer.origin
+        self.operand = operand
+
+    def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
+        return self.operand
+
+
+class _NormAhead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        norm: Norm,
+        quantizer: Quantizer,
+        columnwise: bool,
+        made: list[Operand],
+    ) -> Tensor:
+        cast = cast_normalised(dense_rows(x), norm, weight, bias, quantizer, columnwise, True)
+        assert cast.rows is not None, "they were asked for"
+        made.append(cast.operand)
+        ctx.save_for_backward(x, weight, cast.mean, cast.rstd)
+        ctx.norm, ctx.bias_dtype = norm, None if bias is None else bias.dtype
+        return shaped(cast.rows, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, dn: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True asks for the gradient of a gradient, which a normalisation fused with the FP8 layers"
+                " behind it does not have: convert with fuse=False, and run the layers in high precision"
+            )
+        x, weight, mean, rstd = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        dx, dweight, dbias = norm_backward(as_rows(dn), dense_rows(x), ctx.norm, weight, mean, rstd, needs)
+        return (
+            None if dx is None else dx.reshape(x.shape),
+            None if dweight is None else dweight.to(weight.dtype),
+            None if dbias is None else dbias.to(ctx.bias_dtype),
+            *(None,) * 4,
+        )

@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
-from octavo.conversion.converted import is_conv1d
-from octavo.conversion.fused import is_fused, kind_of
+from octavo.conversion.fuse import unfuse
+from octavo.conversion.fused import kind_of
 from octavo.conversion.selection import Candidate, candidates, checked_selection, unmatched_patterns
-from octavo.inference.frozen_linear import FrozenLinear, check_input_scale
+from octavo.inference.freezing import freezes, frozen_form
+from octavo.inference.frozen_layer import FrozenLayer, check_input_scale
+from octavo.inference.frozen_linear import FrozenLinear
 from octavo.inference.scheme import Scheme, scheme_named
-from octavo.modules import FP8LinearMixin
-from octavo.tensor import QuantizedTensor
+from octavo.modules import FP8LinearMixin, LayerNormMLP, MLPPart
 
 
 def freeze(
@@ -25,47 +26,73 @@ def freeze(
     input_scales: Mapping[str, float] | None = None,
     exclude: str | Iterable[str] = (),
 ) -> list[str]:
-    """Replace every linear layer of `model` by a `FrozenLinear`, in place -> the qualified names of those replaced.
+    """Replace every linear layer of `model` by its frozen form, in place -> the qualified names of those replaced.
 
-    A layer that stands in several places is replaced in all of them, and named once. Left as they are: layers whose
-    weight is tied to another module's, such as a language model's head, since they would be untied; subclasses of
-    nn.Linear with a forward of their own; and what `nn.MultiheadAttention` reads without calling it.
+    `FrozenLinear` stands for an `nn.Linear`, an `octavo.Linear` and their kin, `FrozenLayerNormLinear`,
+    `FrozenLayerNormMLP` and `FrozenGroupedLinear` for those layers of Octavo's, which are frozen as a whole; of
+    attention and transformer layers, which stay, the projections and the MLP. A layer that stands in several places is
+    replaced in all of them, and named once. Left as they are: layers whose weight is tied to another module's, such as
+    a language model's head, since they would be untied; layers with a forward of somebody's own; what
+    `nn.MultiheadAttention` reads without calling it; and layers that hand out a bias instead of adding it.
 
     Args:
         model: trained; converted layers are taken as well. The root itself must not be a linear layer.
         scheme: "tensor_static", "tensor_dynamic", "row", "block128" or "mxfp8", see `octavo.inference.SCHEMES`.
-        input_scales: what `calibrate` gave, for "tensor_static".
+        input_scales: what `calibrate` gave, for "tensor_static"; those of an MLP are called `mlp.fc1` and `mlp.fc2`,
+            those of experts `moe.expert0` and so on.
         exclude: regular expressions on qualified names of layers that stay as they are. A warning is given if one
             matches no linear layer, or if nothing is left to replace.
 
     Raises:
-        ValueError: an unknown scheme, no regular expression, a static scheme without a usable scale for some layer, or
-            a layer that is more than a matrix product, such as `octavo.LayerNormLinear`, and is not excluded. The model
-            is unchanged then.
+        ValueError: an unknown scheme, no regular expression, a static scheme without a usable scale for some layer, a
+            pattern that excludes a part of a layer that is frozen as a whole, or a layer whose channels are smoothed
+            (`smooth_swiglu`). The model is unchanged then.
     """
     chosen = scheme_named(scheme)
     scales = _checked_scales(chosen, input_scales)
     selection = checked_selection(None, exclude, "all")
     found = candidates(model, selection)
     tied = _tied(model)
-    layers = [layer for layer in found if not _reasons(layer, tied)]
+    layers = [layer for layer in _whole_layers(found) if not _reasons(layer, tied)]
     if any(layer.name == "" for layer in layers):
         raise ValueError("the model is itself a linear layer: put it into a module, such as nn.Sequential")
     for layer in layers:
-        _refuse_fused(layer)
-        if chosen.static and layer.name not in scales:
-            raise ValueError(
-                f"scheme {scheme!r} has no input scale for {layer.name!r}: calibrate with batches that reach it, or"
-                " exclude it"
-            )
+        _refuse_smoothed(layer)
+        for part in layer.parts:
+            if chosen.static and part.name not in scales:
+                raise ValueError(
+                    f"scheme {scheme!r} has no input scale for {part.name!r}: calibrate with batches that reach it, or"
+                    f" exclude {'it' if part.name == layer.name else repr(layer.name)}"
+                )
     for pattern in unmatched_patterns(found, selection):
         warnings.warn(f"octavo.inference.freeze: exclude pattern {pattern!r} matches no linear layer", stacklevel=2)
     if not layers:
         warnings.warn(f"octavo.inference.freeze replaced nothing: {_why_none(found, tied)}", stacklevel=2)
-    frozen = {id(layer.module): _frozen(layer.module, chosen, scales.get(layer.name)) for layer in layers}
+    frozen = {id(layer.module): _frozen(layer, chosen, scales) for layer in layers}
+    # What ran as one with a layer that goes, runs by itself again.
+    unfuse(model)
     _replace(model, frozen)
     _leave_fast_path(model)
     return [layer.name for layer in layers]
+
+
+class _Layer(NamedTuple):
+    """What is replaced as a whole: its name, the module, and the linear parts in it (itself, if it is one)."""
+
+    name: str
+    module: nn.Module
+    parts: list[Candidate]
+
+
+def _whole_layers(found: list[Candidate]) -> list[_Layer]:
+    """Linear layers, those of one MLP or of several experts together."""
+    layers: dict[int, _Layer] = {}
+    for candidate in found:
+        module, name = candidate.module, candidate.name
+        if isinstance(module, MLPPart):
+            module, name = module.owner, name.rpartition(".")[0]
+        layers.setdefault(id(module), _Layer(name, module, [])).parts.append(candidate)
+    return list(layers.values())
 
 
 def _checked_scales(scheme: Scheme, scales: Mapping[str, float] | None) -> dict[str, float]:
@@ -81,49 +108,68 @@ def _checked_scales(scheme: Scheme, scales: Mapping[str, float] | None) -> dict[
     return {name: float(scale) for name, scale in scales.items()}
 
 
-def _reasons(layer: Candidate, tied: set[int]) -> list[str]:
+def _reasons(layer: _Layer, tied: set[int]) -> list[str]:
     """Why a layer stays as it is."""
-    reasons = list(layer.reasons)
-    module = layer.module
-    if id(module.weight) in tied:
+    reasons = [reason for part in layer.parts for reason in _reasons_of_part(part, tied)]
+    foreign = _foreign_forward(layer.module)
+    if foreign is not None:
+        reasons.append(f"{foreign.__name__} has a forward of its own")
+    excluded = [part.name for part in layer.parts if part.reasons]
+    if 0 < len(excluded) < len(layer.parts):
+        raise ValueError(
+            f"exclude leaves out {excluded[0]!r}, a part of {layer.name!r}, a {kind_of(layer.parts[0].module)}, which"
+            f" is frozen as a whole: exclude all of it (exclude=[{re.escape(layer.name)!r}]), or nothing"
+        )
+    return reasons
+
+
+def _reasons_of_part(part: Candidate, tied: set[int]) -> list[str]:
+    reasons, module = list(part.reasons), part.module
+    weights = module.weight_parts() if isinstance(module, FP8LinearMixin) else [module.weight]
+    if any(id(weight) in tied for weight in weights):
         reasons.append("its weight is tied to another module's")
-    if isinstance(module, FP8LinearMixin) and module.bias is not None and module.added_bias() is None:
+    if isinstance(module, FP8LinearMixin) and module.bias is not None and _adds_no_bias(module):
         reasons.append("it hands its bias out")
     return reasons
 
 
-def _refuse_fused(layer: Candidate) -> None:
-    """Raise ValueError for what a `FrozenLinear` cannot stand for."""
-    if is_fused(layer.module):
+def _adds_no_bias(module: FP8LinearMixin) -> bool:
+    """True for a linear part whose product does not add its bias."""
+    if not isinstance(module, MLPPart):
+        return module.added_bias() is None
+    freezing = freezes(module.owner)
+    return freezing is not None and freezing.added_bias(module) is None
+
+
+def _foreign_forward(module: nn.Module) -> type[nn.Module] | None:
+    """The class of somebody else's whose forward a layer derived from one of Octavo's has."""
+    if isinstance(module, nn.Linear) or freezes(module) is None:
+        return None
+    owner = next(kind for kind in type(module).__mro__ if "forward" in kind.__dict__)
+    return None if owner.__module__.partition(".")[0] in ("octavo", "transformers") else owner
+
+
+def _refuse_smoothed(layer: _Layer) -> None:
+    if isinstance(layer.module, LayerNormMLP) and layer.module.smooth_swiglu:
         raise ValueError(
-            f"{layer.name!r} is a {kind_of(layer.module)}, which is more than a matrix product and cannot be frozen:"
-            f" exclude it (exclude=[{re.escape(layer.name)!r}]), or build the model of octavo.LayerNorm and"
-            " octavo.Linear"
+            f"{layer.name!r} measures the scales of its channels in every call (smooth_swiglu=True), which codes made"
+            " once cannot follow: set its smooth_swiglu to False to serve it without, and look at the error; or exclude"
+            f" it (exclude=[{re.escape(layer.name)!r}])"
         )
 
 
 def _why_none(found: list[Candidate], tied: set[int]) -> str:
     if not found:
         return "the model has no linear layer"
-    return "; ".join(f"{layer.name}: {_reasons(layer, tied)[0]}" for layer in found[:5])
+    return "; ".join(f"{layer.name}: {_reasons(layer, tied)[0]}" for layer in _whole_layers(found)[:5])
 
 
-def _frozen(module: nn.Module, scheme: Scheme, input_scale: float | None) -> FrozenLinear:
-    bias: Any = module.bias
-    return FrozenLinear(_matrix(module), bias, scheme, input_scale).train(module.training)
+def _frozen(layer: _Layer, scheme: Scheme, scales: Mapping[str, float]) -> FrozenLayer:
+    own = [scales.get(part.name) for part in layer.parts]
+    return frozen_form(layer.module, scheme, own).train(layer.module.training)
 
 
-def _matrix(module: nn.Module) -> Tensor:
-    """The weight's values [N, K]."""
-    weight = module.weight
-    assert isinstance(weight, Tensor), "a linear layer has a weight"
-    values = weight.detach()
-    if isinstance(values, QuantizedTensor):
-        values = values.dequantize()
-    return values.t() if is_conv1d(module) else values
-
-
-def _replace(model: nn.Module, frozen: dict[int, FrozenLinear]) -> None:
+def _replace(model: nn.Module, frozen: dict[int, FrozenLayer]) -> None:
     """Put the frozen layers, by the id of what they replace, into all places where those stand."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():

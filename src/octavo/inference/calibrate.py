@@ -12,17 +12,14 @@ for others, and the same in whatever order the batches come. What is not finite 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from octavo.conversion.converted import is_conv1d
-from octavo.conversion.fused import is_fused, kind_of
 from octavo.formats import E4M3
-from octavo.modules.split_linear import SplitLinear
+from octavo.inference.freezing import Freezing, freezes
 from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
 from octavo.tensor import quantize
 
@@ -37,9 +34,10 @@ _MAGNITUDES = 0x7F80
 def calibrate(model: nn.Module, batches: Iterable[Any], method: Method = "max") -> dict[str, float]:
     """Run `model` on batches and choose a scale for the input of each linear layer -> {qualified name: scale}.
 
-    Layers that no batch reached have no entry. One whose inputs were all zero gets 1 / M. Nor have layers that are more
-    than a matrix product, such as `octavo.LayerNormLinear`, which `octavo.inference.freeze` does not take: a warning
-    names the first.
+    Layers that no batch reached have no entry; nor have experts that no token reached. One whose inputs were all zero
+    gets 1 / M. Of an `octavo.LayerNormLinear` it is the scale of the normalised input; an `octavo.LayerNormMLP` has an
+    entry `<name>.fc1` for that, and `<name>.fc2` for the output of its activation; an `octavo.GroupedLinear` one for
+    each expert, `<name>.expert0` and so on.
 
     Args:
         model: in high precision; runs in evaluation mode, and every module's training flag is put back afterwards.
@@ -54,17 +52,17 @@ def calibrate(model: nn.Module, batches: Iterable[Any], method: Method = "max") 
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}: expected 'max', 'percentile' or 'mse'")
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Linear, SplitLinear)) or is_conv1d(m)}
-    _say_what_is_left_out(model)
-    if not layers:
+    layers = {name: (module, freezes(module)) for name, module in model.named_modules()}
+    if not any(freezing for _, freezing in layers.values()):
         raise ValueError(f"{type(model).__name__} has no linear layer to calibrate: calibrate before freezing")
     seen: dict[str, _Seen] = {}
     training = [(module, module.training) for module in model.modules()]
     handles: list[Any] = []
     count = 0
     try:
-        for name, layer in layers.items():
-            handles.append(layer.register_forward_pre_hook(_hook(name, seen), with_kwargs=True))
+        for name, (layer, freezing) in layers.items():
+            if freezing is not None:
+                handles.append(layer.register_forward_pre_hook(_hook(name, freezing, seen), with_kwargs=True))
         model.eval()
         for batch in batches:
             _call(model, batch)
@@ -77,18 +75,6 @@ def calibrate(model: nn.Module, batches: Iterable[Any], method: Method = "max") 
     if count == 0:
         raise ValueError("calibrate got no batch: give at least one")
     return {name: _scale(inputs.amax_for(method)) for name, inputs in seen.items()}
-
-
-def _say_what_is_left_out(model: nn.Module) -> None:
-    fused = [(name, module) for name, module in model.named_modules() if is_fused(module)]
-    if fused:
-        name, module = fused[0]
-        others = f" and {len(fused) - 1} more layers" if len(fused) > 1 else ""
-        warnings.warn(
-            f"octavo.calibrate: no scale for {name!r} ({kind_of(module)}){others}, more than matrix products: exclude"
-            " them from octavo.inference.freeze",
-            stacklevel=4,
-        )
 
 
 class _Seen:
@@ -133,10 +119,12 @@ def _scale(amax: float) -> float:
     return min(max((amax or 1.0) / E4M3.max, SMALLEST_MULTIPLIER), LARGEST_MULTIPLIER)
 
 
-def _hook(name: str, seen: dict[str, _Seen]) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+def _hook(
+    name: str, freezing: Freezing, seen: dict[str, _Seen]
+) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
     def look(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        x = next(value for value in (*arguments, *keywords.values()) if isinstance(value, Tensor))
-        seen.setdefault(name, _Seen()).add(x)
+        for suffix, x in freezing.inputs(module, arguments, keywords):
+            seen.setdefault(f"{name}{suffix}".removeprefix("."), _Seen()).add(x)
 
     return look
 

@@ -1,0 +1,219 @@
+"""FrozenLayer: what layers for serving share: E4M3 codes for weights, and how they are kept, moved, loaded and run.
+
+Each matrix product has buffers of its own: codes [N, K], their scale, bias [N] or None, and input_scale, float32 [],
+where activations are static; value = code * scale. No gradient passes: a backward that needs one raises. Codes and
+scales keep their dtypes under `.half()` and the like; all else follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo.formats import E4M3
+from octavo.inference.scheme import Scheme
+from octavo.kernels import pad_matrix, pad_row_scale
+from octavo.recipes import Accumulate
+from octavo.runtime import LinearPlan
+from octavo.runtime.counting import current_count
+from octavo.scaling import ROW, TENSOR
+from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
+from octavo.tensor import (
+    CurrentQuantizer,
+    DelayedQuantizer,
+    Operand,
+    OperandState,
+    QuantizedTensor,
+    Quantizer,
+    QuantizeSpec,
+    quantize,
+)
+
+_MEASURED = {
+    granularity.name: CurrentQuantizer(QuantizeSpec(format=E4M3, granularity=granularity))
+    for granularity in (TENSOR, ROW)
+}
+# The scale is a tensor of the layer's, as one of delayed scaling is, but nothing is gathered and nothing updates it.
+_GIVEN = QuantizeSpec(format=E4M3, scaling="delayed")
+_SUMS = Accumulate()
+
+
+class Product(NamedTuple):
+    """Names of the buffers of one matrix product."""
+
+    weight: str
+    weight_scale: str
+    bias: str
+    input_scale: str
+
+    @classmethod
+    def prefixed(cls, prefix: str) -> Product:
+        """Names that all begin alike."""
+        return cls(*(f"{prefix}{name}" for name in cls._fields))
+
+
+class FrozenLayer(nn.Module):
+    """FP8 weights, FP8 activations, no training.
+
+    Args:
+        scheme: granularities, and whether activations are static.
+        products: buffers of each matrix product.
+    """
+
+    def __init__(self, scheme: Scheme, products: tuple[Product, ...]) -> None:
+        super().__init__()
+        self.scheme, self.products = scheme, products
+        self.kept_states = tuple(OperandState() for _ in products)
+
+    def hold(self, product: Product, weight: Tensor, bias: Tensor | None, input_scale: float | None) -> None:
+        """Give the layer codes of a weight [N, K], a copy of its bias, and the scale of its input if it is static."""
+        if self.scheme.static:
+            check_input_scale(input_scale)
+        q = quantize(weight, E4M3, self.scheme.weight, power_of_two=self.scheme.power_of_two)
+        # K-major whatever the strides of the weight: that of a Conv1D arrives transposed.
+        self.register_buffer(product.weight, q.codes.contiguous())
+        self.register_buffer(product.weight_scale, q.scale)
+        self.register_buffer(product.bias, None if bias is None else bias.detach().clone())
+        given = torch.tensor(input_scale, dtype=torch.float32, device=weight.device) if self.scheme.static else None
+        self.register_buffer(product.input_scale, given)
+
+    def hold_copy(self, name: str, value: Tensor | None) -> None:
+        """Give the layer a copy of a parameter that stays as it is."""
+        self.register_buffer(name, None if value is None else value.detach().clone())
+
+    @property
+    def is_blockwise(self) -> bool:
+        """Products are emulated: scales are those of blocks."""
+        return self.scheme.weight.columns is not None
+
+    def plan(self, number: int, name: str = "") -> LinearPlan:
+        """What the functions of Octavo's layers run one of the products with.
+
+        Args:
+            number: of the product.
+            name: of the layer, for `octavo.count_gemms`.
+        """
+        state, given = self.kept_states[number], self._buffers[self.products[number].input_scale]
+        quantizer: Quantizer
+        if given is None:
+            quantizer = _MEASURED[self.scheme.activation.name]
+        else:
+            quantizer = DelayedQuantizer(_GIVEN, state, gather=False, from_data=False, scale=given)
+        counter = None if torch.compiler.is_compiling() else current_count()
+        shown = name or type(self).__name__
+        # There is no backward, and the codes of the weight are given.
+        return LinearPlan(quantizer, quantizer, quantizer, _SUMS, True, True, False, _GIVEN, state, shown, counter)
+
+    def operand(self, number: int) -> Operand:
+        """The weight of one of the products, as they take it."""
+        codes, scale = self.codes(number), self._buffers[self.products[number].weight_scale]
+        assert scale is not None, "codes come with their scale"
+        return Operand(pad_matrix(codes.view(torch.uint8)).view(codes.dtype), pad_row_scale(scale), None, None)
+
+    def codes(self, number: int) -> Tensor:
+        """Of the weight of one of the products, [N, K]."""
+        codes = self._buffers[self.products[number].weight]
+        assert codes is not None, "a product has a weight"
+        return codes
+
+    def bias_of(self, number: int) -> Tensor | None:
+        """Of one of the products, [N] or None."""
+        return self._buffers[self.products[number].bias]
+
+    def blockwise(self, number: int, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """y [M, N] of x [M, K], emulated: values of both operands, exact in bf16 since scales are powers of two,
+        multiplied as such."""
+        scheme, scale, bias = self.scheme, self._buffers[self.products[number].weight_scale], self.bias_of(number)
+        assert scale is not None, "codes come with their scale"
+        q = quantize(x, E4M3, scheme.activation, power_of_two=scheme.power_of_two)
+        inner = torch.float32 if x.device.type == "cpu" else torch.bfloat16
+        w = QuantizedTensor(self.codes(number), scale, scheme.weight, inner).dequantize()
+        with torch.autocast(x.device.type, enabled=False):
+            out = nn.functional.linear(q.dequantize(inner), w).float()
+        return (out if bias is None else out + bias.float()).to(dtype)
+
+    def _keeps_dtype(self, name: str) -> bool:
+        return any(name in (p.weight, p.weight_scale, p.input_scale) for p in self.products)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """To another device; another dtype is for biases and parameters of a norm alone."""
+        before = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
+        result = super()._apply(fn, recurse)
+        for name, tensor in before.items():
+            after = self._buffers[name]
+            if after is not None and self._keeps_dtype(name) and after.dtype != tensor.dtype:
+                self._buffers[name] = tensor.to(after.device)
+        return result
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # copy_ would convert anything without a word, high-precision weights included.
+        for product in self.products:
+            for name in (product.weight, product.weight_scale):
+                found, own = state_dict.get(prefix + name), self._buffers[name]
+                if found is not None and own is not None and found.dtype != own.dtype:
+                    error_msgs.append(
+                        f"{prefix}{name} is {found.dtype}: a frozen layer of scheme {self.scheme.name!r} loads"
+                        f" {own.dtype}; load high-precision weights before freezing"
+                    )
+                    return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Plain pickle does not know the storages of float8: bytes travel as bytes, each with its dtype.
+        stored = {name: _stored(buffer) for name, buffer in self._buffers.items()}
+        return {**self.__dict__, "_buffers": stored}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        buffers = {name: None if one is None else one[0].view(one[1]) for name, one in state["_buffers"].items()}
+        super().__setstate__({**state, "_buffers": buffers})
+
+
+def refusing_gradient(input: Tensor, out: Tensor) -> Tensor:
+    """An output that says so when a gradient is asked of it, rather than be a constant without a word."""
+    if torch.is_grad_enabled() and input.requires_grad and not torch.compiler.is_compiling():
+        refused: Tensor = _NoGradient.apply(input, out)
+        return refused
+    return out
+
+
+def check_input_scale(scale: float | None, whose: str = "") -> None:
+    """Raise ValueError unless `scale` and its reciprocal are positive normal numbers of float32."""
+    if scale is None or not SMALLEST_MULTIPLIER <= float(scale) <= LARGEST_MULTIPLIER:
+        raise ValueError(
+            f"input_scale {whose}is {scale}: a static scheme needs one from 2^-126 to 2^126: calibrate the model first"
+        )
+
+
+def _stored(buffer: Tensor | None) -> tuple[Tensor, torch.dtype] | None:
+    if buffer is None:
+        return None
+    return buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer, buffer.dtype
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, out: Tensor) -> Tensor:
+        # Not known as a view of `out`, which could not be changed in place by what follows.
+        same: Tensor = torch.ops.aten._unsafe_view.default(out, out.shape)
+        return same
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        raise RuntimeError(
+            "a frozen layer passes no gradient: train with octavo.convert, and freeze afterwards; or run it under"
+            " torch.no_grad()"
+        )

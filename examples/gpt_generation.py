@@ -3,7 +3,8 @@
     python examples/gpt_generation.py        # a few seconds on a CPU, where FP8 is emulated; native on a Hopper GPU
 
 The model learns a sentence by heart, letter by letter, in 20 steps; generation then writes it from its first letters.
-With the cache each step computes one token, and gives the tokens that the whole forward gives.
+With the cache each step computes one token, and gives the tokens that the whole forward gives. At last it is frozen:
+its weights become FP8 codes, its activations take scales calibrated on a few texts, and so it writes once more.
 """
 
 from __future__ import annotations
@@ -92,6 +93,13 @@ def main() -> None:
     print(f"written with the cache: {written!r}")
     same = written == write(model, TEXT[:10], 20, device, cached=False)
     print(f"without the cache, each token from the whole text: {'the same' if same else 'NOT the same'}")
+    scales = octavo.calibrate(model, [batch(device)[:, :-1] for _ in range(2)])
+    frozen = octavo.inference.freeze(model, "tensor_static", input_scales=scales, exclude="head")
+    served = write(model, TEXT[:10], 20, device, cached=True)
+    parts = sum(a == b for a, b in zip(served, written, strict=True))
+    print(
+        f"{len(frozen)} layers frozen to FP8, with the cache: {served!r}, {parts} of {len(written)} letters as before"
+    )
     if not same or losses[-1] > losses[0] / 2:
         raise SystemExit("the model did not learn, or the cache changed what it writes")
 

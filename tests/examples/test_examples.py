@@ -144,3 +144,4 @@ def test_a_gpt_of_transformer_layers_learns_its_text_and_writes_it_with_a_cache(
     assert "'the quick brown fox jumps over" in line_with("written with the cache", out)
     assert line_with("without the cache", out).endswith("the same")
     assert "NOT" not in line_with("without the cache", out)
+    assert line_with("frozen to FP8", out).endswith("30 of 30 letters as before")

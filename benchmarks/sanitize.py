@@ -8,7 +8,8 @@ asked by `check_kernels.py`. torch's caching of memory is off: inside of one lar
 would be no error.
 
 Most of the time goes into compiling, 0.4 s a variant: 22 of casts, 12 of blocks, 20 of norms, 22 of activations, 16 of
-grouped, and those of four recipes' layers. `--only casts` and so on, each in a process of its own, share it.
+grouped, 19 of losses, and those of four recipes' layers. `--only casts` and so on, each in a process of its own, share
+it.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from octavo.kernels.activations import GATED
 from octavo.kernels.amax import amax_by_row_and_column, partial_amax
 from octavo.kernels.block_cast import block_cast
 from octavo.kernels.cast_transpose import cast_transpose
+from octavo.kernels.cross_entropy import LossRule, cross_entropy, cross_entropy_gradient, cross_entropy_with_gradient
 from octavo.kernels.grouped_cast import column_amax, grouped_cast, groups_of
 from octavo.kernels.grouped_mm.triton_kernel import grouped_mm_over_rows_triton, grouped_mm_triton
 from octavo.kernels.launcher import Launcher
@@ -149,6 +151,19 @@ def grouped(x: Tensor, every: bool) -> None:
         grouped_mm_over_rows_triton(dy_t, x_t, own, own, groups.ends_t, out_dtype, accumulate)
 
 
+def losses(x: Tensor, every: bool) -> None:
+    """Cross-entropy of rows, some of them ignored, one against no class; gradients beside the logits and over them."""
+    rows, columns = x.shape
+    targets = torch.arange(rows, device=x.device) % columns
+    targets[rows // 2] = -100
+    for rule in (LossRule(), LossRule(0, 0.1, 1e-3))[: 1 + every]:
+        loss, lse = cross_entropy(x, targets, rule)
+        cross_entropy_gradient(x, targets, lse, loss if every else None, rule)
+        cross_entropy_with_gradient(x.clone(), targets.int(), rule)
+    targets[0] = columns
+    cross_entropy_with_gradient(x.clone(), targets)
+
+
 def layers() -> None:
     """A Linear of odd sizes, forward and backward, with every recipe: what is around the kernels."""
     for recipe in (DelayedScaling(), CurrentScaling(), RowwiseScaling(), BlockScaling()):
@@ -189,6 +204,7 @@ PARTS: dict[str, Callable[[Tensor, bool], None]] = {
     "norms": norms,
     "activations": activations,
     "grouped": grouped,
+    "losses": losses,
 }
 
 

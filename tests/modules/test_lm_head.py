@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -319,6 +321,16 @@ def test_bad_arguments_are_named() -> None:
         octavo.LMHead(8, 8, reduction="all")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"chunk_tokens is 2\.0"):
         octavo.LMHead(8, 8, chunk_tokens=2.0)  # type: ignore[arg-type]
+
+
+def test_the_pages_code_runs() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "layers" / "cross_entropy.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Tensor] = {}
+    exec(block, names)
+    # Of logits near 0, log 1000 = 6.9; N(0, 1) weights and embeddings have logits of standard deviation 8.
+    assert 0 < float(names["y"].detach()) < 100
+    assert names["logits"].shape == (8, 1, 1000)
 
 
 @pytest.mark.slow

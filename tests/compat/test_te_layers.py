@@ -277,6 +277,66 @@ def test_fp8_meta_of_an_mlp_has_the_columns_of_both_products() -> None:
     assert [forward.amax_history[-1, column].item() for column in (1, 4)] == [w.abs().max().item() for w in weights]
 
 
+def test_fp8_meta_of_experts_has_the_columns_of_each_in_turn() -> None:
+    layer, x = te.GroupedLinear(3, H, F, device="cpu"), torch.randn(10, H)
+    assert layer.fp8_meta["recipe"] is None
+    assert layer.fp8_meta["scaling_fwd"].amax_history.shape == (1, 9)
+    recipe = DelayedScaling(amax_history_len=4)
+    in_fp8(lambda: layer(x, [3, 0, 7]), recipe).sum().backward()
+    meta = layer.fp8_meta
+    forward, backward = meta["scaling_fwd"], meta["scaling_bwd"]
+    assert (meta["recipe"], meta["num_gemms"]) == (recipe, 3)
+    assert forward.amax_history.shape == (4, 9)
+    assert backward.amax_history.shape == (4, 6)
+    # An expert without tokens has cast its weight alone.
+    amaxes = [[x[:3], layer.weight0], [None, layer.weight1], [x[3:], layer.weight2]]
+    newest = [0.0 if t is None else t.abs().max().item() for pair in amaxes for t in (*pair, None)]
+    assert forward.amax_history[-1].tolist() == newest
+    # TE's scale is the multiplier; of what has no amax yet, and of outputs, it is 1.
+    expected = [448 / amax if amax else 1.0 for amax in newest]
+    torch.testing.assert_close(forward.scale, torch.tensor(expected), rtol=2.0**-22, atol=0)
+    torch.testing.assert_close(forward.scale_inv, 1 / torch.tensor(expected), rtol=2.0**-22, atol=0)
+    # The gradient of a sum is ones, and the view shows it as the pending update will leave it.
+    assert backward.amax_history[-1].tolist() == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    assert backward.scale.tolist() == pytest.approx([57344.0, 1.0, 1.0, 1.0, 57344.0, 1.0], rel=2.0**-22)
+
+
+def test_fp8_meta_of_experts_of_different_recipes_is_as_long_as_the_longest() -> None:
+    layer = te.GroupedLinear(2, H, F, device="cpu")
+    layer.layer_name = "moe"
+    recipe = octavo.recipes.DelayedScaling(amax_history_len=4, overrides={"expert1": None})
+    with octavo.autocast(recipe=recipe):
+        layer(torch.randn(6, H), [3, 3])
+    history = layer.fp8_meta["scaling_fwd"].amax_history
+    assert history.shape == (4, 6)
+    assert history[-1, :2].all()
+    assert not history[:, 2:].any()
+
+
+@pytest.mark.parametrize("attention_type", ["self", "cross"])
+def test_fp8_meta_of_attention_is_that_of_its_projections_and_of_what_is_not_quantized(attention_type: str) -> None:
+    layer = te.MultiheadAttention(H, N, attention_type=attention_type, input_layernorm=True, device="cpu")
+    x, recipe = torch.randn(5, 2, H), DelayedScaling(amax_history_len=4)
+    other = {"encoder_output": 3 * x} if attention_type == "cross" else {}
+    in_fp8(lambda: layer(x, **other), recipe).sum().backward()
+    first = layer.layernorm_qkv if attention_type == "self" else layer.layernorm_query
+    weights = {first: first.weight, layer.proj: layer.proj.weight}
+    if attention_type == "cross":
+        weights[layer.key_value] = layer.key_value.weight
+        assert layer.key_value.fp8_meta["scaling_fwd"].amax_history[-1, 0] == 3 * x.abs().max()
+    for projection, weight in weights.items():
+        forward = projection.fp8_meta["scaling_fwd"]
+        assert forward.amax_history.shape == (4, 3)
+        assert forward.amax_history[-1, 1] == weight.abs().max()
+        assert forward.amax_history[-1, 0] > 0
+    core = layer.core_attention.fp8_meta
+    assert (core["recipe"], core["num_gemms"]) == (recipe, 3)
+    for direction, operands in (("scaling_fwd", 9), ("scaling_bwd", 6)):
+        assert torch.equal(core[direction].amax_history, torch.zeros(4, operands))
+        assert torch.equal(core[direction].scale, torch.ones(operands))
+        assert torch.equal(core[direction].scale_inv, torch.ones(operands))
+
+
 def test_state_of_transformer_engine_loads() -> None:
     """A state dict as TE saves it: the parameters, and a pickle in a tensor for each of its modules."""
     layer = transformer_layer(output_layernorm=True)

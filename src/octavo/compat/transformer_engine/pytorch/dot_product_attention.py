@@ -8,14 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from octavo.compat.planned import refuse
 from octavo.compat.transformer_engine.pytorch.construction import refuse_planned, refuse_ranks
 from octavo.compat.transformer_engine.pytorch.inference_params import InferenceParams
+from octavo.compat.transformer_engine.pytorch.scaling_views import unquantized_fp8_meta
 from octavo.modules import AttentionCall
 from octavo.modules import DotProductAttention as OctavoDotProductAttention
 from octavo.modules.attention_cache import attended_from_cache
+from octavo.recipes import Recipe
+from octavo.runtime.autocast import current_frame
 
 Mask = Tensor | tuple[Tensor, Tensor]
 
@@ -57,6 +61,13 @@ class DotProductAttention(OctavoDotProductAttention):
         )  # fmt: skip
         self.sequence_parallel, self.tp_size = bool(sequence_parallel), 1
         self.layer_number, self.attention_type = layer_number, attention_type
+        # Of the context that it last ran in.
+        self._seen_recipe: Recipe | None = None
+
+    @property
+    def fp8_meta(self) -> dict[str, Any]:
+        """In TE's layout, of three products; attention runs in high precision: zeros and ones."""
+        return unquantized_fp8_meta(3, self._seen_recipe)
 
     def forward(
         self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Mask | None = None,
@@ -86,6 +97,8 @@ class DotProductAttention(OctavoDotProductAttention):
             pad_between_seqs=pad_between_seqs,
             fp8_output=fp8_output,
         )
+        if not torch.compiler.is_compiling() and (frame := current_frame()) is not None and frame.enabled:
+            self._seen_recipe = frame.recipe
         call = attention_call(
             mask_type_of(attn_mask_type) or self.rules.mask_type,
             attention_mask=attention_mask,

@@ -21,6 +21,7 @@ from octavo.compat.transformer_engine.pytorch.construction import (
     refuse_ranks,
 )
 from octavo.compat.transformer_engine.pytorch.main_grad import into_main_grad
+from octavo.compat.transformer_engine.pytorch.scaling_views import fp8_meta
 from octavo.modules import CachedWeight
 from octavo.modules import GroupedLinear as OctavoGroupedLinear
 from octavo.modules.linear import quantize_parameter
@@ -111,6 +112,11 @@ class GroupedLinear(OctavoGroupedLinear):
         if not self.return_bias:
             return out
         return out, [None if bias is None else bias.to(out.dtype) for bias in super().biases]
+
+    @property
+    def fp8_meta(self) -> dict[str, Any]:
+        """Histories and scales in TE's layout, copies: the columns of the first expert, then those of the next."""
+        return fp8_meta(*(part.delayed_state for part in self.parts))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         drop_extra_state(state_dict, prefix)

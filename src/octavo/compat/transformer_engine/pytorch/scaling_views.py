@@ -5,7 +5,8 @@
     fp8_meta["scaling_fwd"].scale_inv       [3]      value = code * scale_inv
     fp8_meta["scaling_bwd"]                 2 columns: gradient of the output, gradient of the input (not quantized)
 
-Of an MLP the columns of fc1 come first, then those of fc2: 6 and 4.
+Of an MLP the columns of fc1 come first, then those of fc2: 6 and 4; of several experts those of each in turn. Attention
+by itself has three products in TE, of which nothing is quantized here: 9 and 6 columns of zeros and ones.
 
 Row 0 is where the current step gathers; rows 1 … hold the past, oldest first. All are copies: looking changes nothing.
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from octavo.compat.transformer_engine.recipe import given_recipe
 from octavo.kernels import delayed_update
+from octavo.recipes import Recipe
 from octavo.runtime import LayerState
 from octavo.scaling import resized_history, scale_from_multiplier
 from octavo.tensor import OperandState
@@ -42,8 +44,10 @@ class ScalingView:
 
     @property
     def amax_history(self) -> Tensor:
-        """[L, operands]"""
-        return torch.stack([column.history for column in self._columns()], dim=1)
+        """[L, operands]; where products have histories of their own lengths, as long as the longest."""
+        histories = [column.history for column in self._columns()]
+        longest = max(history.shape[0] for history in histories)
+        return torch.stack([resized_history(history, longest) for history in histories], dim=1)
 
     @property
     def scale(self) -> Tensor:
@@ -66,6 +70,33 @@ class ScalingView:
             columns = [_folded(state, state.grad_output)]
         one = torch.ones_like(columns[0].scale)
         return [*columns, _Column(torch.zeros_like(columns[0].history), one, one)]
+
+
+class UnquantizedView:
+    """As `ScalingView`, of operands of which none is quantized.
+
+    Args:
+        operands: how many.
+        length: of their histories.
+    """
+
+    def __init__(self, operands: int, length: int) -> None:
+        self._operands, self._length = operands, length
+
+    @property
+    def amax_history(self) -> Tensor:
+        """Zeros, [L, operands]."""
+        return torch.zeros(self._length, self._operands)
+
+    @property
+    def scale(self) -> Tensor:
+        """Ones, [operands]."""
+        return torch.ones(self._operands)
+
+    @property
+    def scale_inv(self) -> Tensor:
+        """Ones, [operands]."""
+        return torch.ones(self._operands)
 
 
 def _gathering(state: LayerState, operand: OperandState) -> _Column:
@@ -97,10 +128,21 @@ def _history(state: LayerState, operand: OperandState) -> Tensor:
 
 def fp8_meta(*states: LayerState) -> dict[str, Any]:
     """What TE's modules keep under `fp8_meta`, of a layer with the states of its products."""
-    recipe = states[0].recipe
+    recipe = next((state.recipe for state in states if state.recipe is not None), None)
     return {
         "scaling_fwd": ScalingView(states, forward=True),
         "scaling_bwd": ScalingView(states, forward=False),
         "recipe": None if recipe is None else given_recipe(recipe),
         "num_gemms": len(states),
+    }
+
+
+def unquantized_fp8_meta(num_gemms: int, recipe: Recipe | None) -> dict[str, Any]:
+    """As `fp8_meta`, of a layer with so many products in high precision, which last ran where `recipe` was in force."""
+    length = 1 if recipe is None or recipe.delayed is None else recipe.delayed.amax_history_len
+    return {
+        "scaling_fwd": UnquantizedView(3 * num_gemms, length),
+        "scaling_bwd": UnquantizedView(2 * num_gemms, length),
+        "recipe": None if recipe is None else given_recipe(recipe),
+        "num_gemms": num_gemms,
     }

@@ -7,6 +7,7 @@ launch is run by the reference of its kernel, on the very arguments that the ker
 from __future__ import annotations
 
 import importlib
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -105,8 +106,10 @@ class Compiled:
 
     def _finished(self, graph: torch.fx.GraphModule, inference: bool, keeps: bool) -> Any:
         if keeps:
-            kept = (node.meta["val"] for node in graph.graph.output_node().all_input_nodes)
-            self.kept_codes += sum(one.nbytes for one in kept if isinstance(one, Tensor) and one.dtype.itemsize == 1)
+            values = (node.meta["val"] for node in graph.graph.output_node().all_input_nodes)
+            kept = (one for one in values if isinstance(one, Tensor) and one.dtype.itemsize == 1)
+            # Of a size that is not known yet the bytes are not either.
+            self.kept_codes += sum(math.prod(one.shape) for one in kept if all(type(n) is int for n in one.shape))
         with V.set_fake_mode(_fake_mode(graph)):
             post_grad_passes(graph, inference)
         for node in graph.graph.nodes:

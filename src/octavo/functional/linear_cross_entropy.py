@@ -7,8 +7,8 @@
 All gradients are there when the forward ends, and nothing of the size [M, V] ever was. What the backward adds is the
 gradient g of the loss, which is known only then: a product with a number. So d goes into its products without g and
 without the 1 / count of a mean: in [-1, 1], from which alone its FP8 scale comes, whatever a loss scaler does. g and
-1 / count multiply dh and dw in float32 at the end. (Their chunks are rounded once to the dtype of the weight, those of
-float16 to float32, and added in float32. A gradient is rounded once more at the end.)
+1 / count multiply dh and dw in float32 at the end. (A chunk's dw is rounded to bfloat16 if that is the weight's dtype,
+else to float32; so is their sum, which is taken in float32; so, to its own dtype, is a gradient at the end.)
 
 The rows of a loss that is not reduced have gradients of their own: with reduction "none", and on request, x is made a
 second time in the backward, chunk by chunk from what was kept of h. There d is multiplied by g_m over the largest |g|,
@@ -217,8 +217,8 @@ def _losses_and_gradients(
     rows: Tensor, targets: Tensor, head: _Head, needs: Needs, setup: LinearLoss, weight_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(loss [M], dh [M, K], dw [V, K], db [V]), the gradients those of the sum of the losses."""
-    losses, dhs, dw, db = [], [], None, None
-    for first, last in _spans(rows.shape[0], setup.chunk_tokens):
+    losses, dhs, dw, db, spans = [], [], None, None, _spans(rows.shape[0], setup.chunk_tokens)
+    for first, last in spans:
         # 1. Logits, losses; the logits become their gradient.  [C, K] @ [K, V] -> [C, V]
         part = _part(rows[first:last], needs, setup)
         d = _logits(part, last - first, head, setup)
@@ -227,8 +227,9 @@ def _losses_and_gradients(
         # 2. What they give to the inputs.
         dh, dw_part, db_part = _products(d, part, head, needs, setup, weight_dtype)
         dhs.append(dh)
-        dw, db = _added(dw, dw_part), _added(db, db_part)
-    return _joined(losses), _joined_if_there(dhs), _kept(dw, weight_dtype), db
+        ends = last == spans[-1][1]
+        dw, db = _added(dw, dw_part, ends), _added(db, db_part, ends)
+    return _joined(losses), _joined_if_there(dhs), dw, db
 
 
 def _gradients_again(
@@ -242,14 +243,15 @@ def _gradients_again(
     weight_dtype: torch.dtype,
 ) -> _Gradients:
     """(dh, dw, db) of the sum of the losses times `weights` [M], or 1, from what the forward has kept."""
-    dhs, dw, db = [], None, None
-    for (first, last), part in zip(_spans(targets.shape[0], setup.chunk_tokens), parts, strict=True):
+    dhs, dw, db, spans = [], None, None, _spans(targets.shape[0], setup.chunk_tokens)
+    for (first, last), part in zip(spans, parts, strict=True):
         logits = _logits(part, last - first, head, setup)
         factor = None if weights is None else weights[first:last]
         d = cross_entropy_gradient(logits, targets[first:last], lse[first:last], factor, setup.rule, in_place=True)
         dh, dw_part, db_part = _products(d, part, head, needs, setup, weight_dtype)
         dhs.append(dh)
-        dw, db = _added(dw, dw_part), _added(db, db_part)
+        ends = last == spans[-1][1]
+        dw, db = _added(dw, dw_part, ends), _added(db, db_part, ends)
     return _joined_if_there(dhs), dw, db
 
 
@@ -323,16 +325,11 @@ def _dtype_of_sums(weight_dtype: torch.dtype) -> torch.dtype:
     return weight_dtype if weight_dtype == torch.bfloat16 else torch.float32
 
 
-def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """The sum so far with one part more, in float32 from the second part on."""
+def _added(total: Tensor | None, part: Tensor | None, ends: bool) -> Tensor | None:
+    """The sum so far with one part more, in float32; with the last part it is rounded to the dtype of the parts."""
     if total is None or part is None:
         return part
-    return total.float().add_(part)
-
-
-def _kept(dw: Tensor | None, weight_dtype: torch.dtype) -> Tensor | None:
-    """dw as it is kept until the backward."""
-    return None if dw is None else dw.to(_dtype_of_sums(weight_dtype))
+    return part.add_(total) if ends else total.float().add_(part)
 
 
 def _times(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype | None) -> Tensor | None:

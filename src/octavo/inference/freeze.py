@@ -166,7 +166,9 @@ def _why_none(found: list[Candidate], tied: set[int]) -> str:
 
 def _frozen(layer: _Layer, scheme: Scheme, scales: Mapping[str, float]) -> FrozenLayer:
     own = [scales.get(part.name) for part in layer.parts]
-    return frozen_form(layer.module, scheme, own).train(layer.module.training)
+    frozen = frozen_form(layer.module, scheme, own).train(layer.module.training)
+    frozen.layer_name = layer.name
+    return frozen
 
 
 def _replace(model: nn.Module, frozen: dict[int, FrozenLayer]) -> None:

@@ -82,7 +82,8 @@ class FrozenGroupedLinear(FrozenLayer):
     def _by_group(self, x: Tensor, splits: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self.is_blockwise:
             bounds = enumerate(bounds_of(splits))
-            return torch.cat([self.blockwise(index, x[start:stop], dtype) for index, (start, stop) in bounds])
+            parts = [self.blockwise(i, x[start:stop], dtype, f".expert{i}") for i, (start, stop) in bounds]
+            return torch.cat(parts)
         plans, operands, biases, codes = self._experts()
         return grouped_linear(x, codes, biases, GroupedCall(splits, plans, dtype, operands))
 
@@ -103,7 +104,7 @@ class FrozenGroupedLinear(FrozenLayer):
         """(plans, operands of the weights, biases, codes)."""
         numbers = range(self.num_gemms)
         return (
-            tuple(self.plan(number, f"FrozenGroupedLinear.expert{number}") for number in numbers),
+            tuple(self.plan(number, f".expert{number}") for number in numbers),
             tuple(self.operand(number) for number in numbers),
             [self.bias_of(number) for number in numbers],
             [self.codes(number) for number in numbers],

@@ -61,7 +61,12 @@ class FrozenLayer(nn.Module):
     Args:
         scheme: granularities, and whether activations are static.
         products: buffers of each matrix product.
+
+    Attributes:
+        layer_name: qualified name in the model that was frozen, for `octavo.count_gemms`.
     """
+
+    layer_name: str | None = None
 
     def __init__(self, scheme: Scheme, products: tuple[Product, ...]) -> None:
         super().__init__()
@@ -89,12 +94,12 @@ class FrozenLayer(nn.Module):
         """Products are emulated: scales are those of blocks."""
         return self.scheme.weight.columns is not None
 
-    def plan(self, number: int, name: str = "") -> LinearPlan:
+    def plan(self, number: int, part: str = "") -> LinearPlan:
         """What the functions of Octavo's layers run one of the products with.
 
         Args:
             number: of the product.
-            name: of the layer, for `octavo.count_gemms`.
+            part: what its name adds to the layer's, for `octavo.count_gemms`.
         """
         state, given = self.kept_states[number], self._buffers[self.products[number].input_scale]
         quantizer: Quantizer
@@ -102,10 +107,15 @@ class FrozenLayer(nn.Module):
             quantizer = _MEASURED[self.scheme.activation.name]
         else:
             quantizer = DelayedQuantizer(_GIVEN, state, gather=False, from_data=False, scale=given)
-        counter = None if torch.compiler.is_compiling() else current_count()
-        shown = name or type(self).__name__
+        traced = torch.compiler.is_compiling()
+        name, counter = ("", None) if traced else (f"{self.shown_name}{part}", current_count())
         # There is no backward, and the codes of the weight are given.
-        return LinearPlan(quantizer, quantizer, quantizer, _SUMS, True, True, False, _GIVEN, state, shown, counter)
+        return LinearPlan(quantizer, quantizer, quantizer, _SUMS, True, True, False, _GIVEN, state, name, counter)
+
+    @property
+    def shown_name(self) -> str:
+        """What counts call the layer."""
+        return self.layer_name or type(self).__name__
 
     def operand(self, number: int) -> Operand:
         """The weight of one of the products, as they take it."""
@@ -123,9 +133,15 @@ class FrozenLayer(nn.Module):
         """Of one of the products, [N] or None."""
         return self._buffers[self.products[number].bias]
 
-    def blockwise(self, number: int, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def count(self, name: str, precision: str) -> None:
+        """Note a product for `octavo.count_gemms`."""
+        if not torch.compiler.is_compiling() and (counter := current_count()) is not None:
+            counter.add(name, "fprop", precision)
+
+    def blockwise(self, number: int, x: Tensor, dtype: torch.dtype, part: str = "") -> Tensor:
         """y [M, N] of x [M, K], emulated: values of both operands, exact in bf16 since scales are powers of two,
         multiplied as such."""
+        self.count(f"{self.shown_name}{part}", "fp8 emulated")
         scheme, scale, bias = self.scheme, self._buffers[self.products[number].weight_scale], self.bias_of(number)
         assert scale is not None, "codes come with their scale"
         q = quantize(x, E4M3, scheme.activation, power_of_two=scheme.power_of_two)

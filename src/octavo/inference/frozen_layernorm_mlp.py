@@ -70,10 +70,10 @@ class FrozenLayerNormMLP(FrozenLayer, NormalisedInput):
             n: Tensor | None
             if self.is_blockwise:
                 n = self.normalised(x)
-                a = activate(self.blockwise(0, as_rows(n), dtype), kind)
-                y = self.blockwise(1, a, dtype).reshape(*x.shape[:-1], self.hidden_size)
+                a = activate(self.blockwise(0, as_rows(n), dtype, ".fc1"), kind)
+                y = self.blockwise(1, a, dtype, ".fc2").reshape(*x.shape[:-1], self.hidden_size)
             else:
-                plans = self.plan(0, "FrozenLayerNormMLP.fc1"), self.plan(1, "FrozenLayerNormMLP.fc2")
+                plans = self.plan(0, ".fc1"), self.plan(1, ".fc2")
                 setup = NormMLP(self.norm_for(dtype), kind, *plans, self.return_layernorm_output)
                 y, n = norm_mlp(x, self._parameters_of(), setup, (self.operand(0), self.operand(1)))
         return handed_out(x, y, n if self.return_layernorm_output else None)

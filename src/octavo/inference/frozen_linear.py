@@ -101,8 +101,10 @@ class FrozenLinear(FrozenLayer):
         bias = self.bias
         if bias is not None and padded(self.out_features) != self.out_features:
             bias = nn.functional.pad(bias, (0, padded(self.out_features) - self.out_features))
-        weight_scale = pad_row_scale(self.weight_scale)
-        out = product(codes, self._padded_weight(), scale, weight_scale, bias, dtype, "fast")
+        weight, weight_scale = self._padded_weight(), pad_row_scale(self.weight_scale)
+        if not torch.compiler.is_compiling():
+            self.count(self.shown_name, "fp8" if runs_natively(codes, weight, scale) else "fp8 emulated")
+        out = product(codes, weight, scale, weight_scale, bias, dtype, "fast")
         return out[: x.shape[0], : self.out_features]
 
     def _padded_weight(self) -> Tensor:

@@ -89,10 +89,11 @@ def test_known_structures_are_fused_under_the_same_keys_and_turned_back(name: st
 
 @pytest.mark.parametrize("name", MODELS)
 def test_twenty_steps_train_as_in_bf16(name: str) -> None:
-    """A step's gradient is off by FP8's noise, some 10 %, in another direction each time.
+    """A step's gradient is off by FP8's noise, some 10 % of it, in another direction each time.
 
-    Over 20 steps of AdamW, whose step follows the sign of the mean gradient, the fall of the loss is off by less than
-    that: a tenth of what it has fallen is allowed, and 0.02 for the first steps, where it has hardly.
+    Its cosine with the exact one is 1 / sqrt(1 + 0.1^2), 0.995: a step gains half a percent less, in a model with few
+    rows, whose noise averages less, some percent. A twentieth of the fall is allowed; and 0.01 for what 5 % of noise in
+    the logits of a model that knows nothing yet do to its loss.
     """
     model = MODELS[name](1)
     losses: dict[str, list[float]] = {}
@@ -110,7 +111,7 @@ def test_twenty_steps_train_as_in_bf16(name: str) -> None:
             losses[kind].append(loss.item())
     assert losses["bf16"][0] - losses["bf16"][-1] > 0.3, losses
     for a, b in zip(losses["bf16"], losses["fp8"], strict=True):
-        assert abs(a - b) <= 0.02 + 0.1 * (losses["bf16"][0] - a), losses
+        assert abs(a - b) <= 0.01 + 0.05 * (losses["bf16"][0] - a), losses
 
 
 class Mlp(nn.Module):

@@ -33,11 +33,13 @@ RECIPES: dict[str, Recipe] = {
 class Parts(nn.Module):
     """The linear layers of an MLP; `gated` with two before the activation."""
 
-    def __init__(self, recipe: Recipe, gated: bool, activation: str = "silu", bias: bool = True) -> None:
+    def __init__(
+        self, recipe: Recipe, gated: bool, activation: str = "silu", sizes: tuple[int, int, int] = (40, 56, 24)
+    ) -> None:
         super().__init__()
         names = ("gate", "up") if gated else ("fc1",)
-        self.first = nn.ModuleDict({name: octavo.Linear(40, 56, bias=bias, recipe=recipe) for name in names})
-        self.last = octavo.Linear(56, 24, bias=bias, recipe=recipe)
+        self.first = nn.ModuleDict({name: octavo.Linear(*sizes[:2], recipe=recipe) for name in names})
+        self.last = octavo.Linear(*sizes[1:], recipe=recipe)
         self.activation = activation
         if gated and recipe.delayed is not None:
             self.first["up"].delayed_state.share_input(self.first["gate"].delayed_state)

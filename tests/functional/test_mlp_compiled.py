@@ -1,0 +1,104 @@
+"""MLPs as one in compiled code with the Triton kernels in its graphs: the bits of eager code, each thing once."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="kernels are Triton's")
+
+from tests.functional.test_mlp import RECIPES, Parts, assert_equal, pair, run
+from tests.kernels import traced_launches
+from tests.kernels.traced_launches import Compiled, take_kernels_everywhere
+
+import octavo
+from octavo.formats import E4M3, E5M2
+from octavo.kernels.gated_backward_cast import gated_backward_cast_reference
+from octavo.kernels.gated_cast import gated_cast_reference
+
+# Of multiples of 16 nothing is cut off.
+TOKENS, SIZES = 32, (48, 64, 32)
+# What a launch rounds through is none of the arguments that the harness sees.
+THROUGH = torch.bfloat16
+
+
+def _format(codes: Tensor) -> Any:
+    return E4M3 if codes.dtype == E4M3.dtype else E5M2
+
+
+def run_gated_cast(**of: Any) -> None:
+    outputs = gated_cast_reference(
+        of["gate"], of["up"], of["BASE"], _format(of["codes" if of["HAS_CODES"] else "codes_t"]), of["scale"],
+        THROUGH, of["gathered"] if of["GATHER"] else None, of["HAS_CODES"], of["HAS_CODES_T"],
+    )  # fmt: skip
+    for name, made in zip(("codes", "scale_used", "codes_t"), outputs, strict=True):
+        if made is not None:
+            of[name].copy_(made.reshape(of[name].shape))
+
+
+def run_gated_backward_cast(**of: Any) -> None:
+    gathered = tuple(of[f"gathered_{one}"] if of[f"GATHER_{one.upper()}"] else None for one in ("gate", "up"))
+    wanted = of["SUM_GATE"], of["SUM_UP"]
+    outputs = gated_backward_cast_reference(
+        of["grad"], of["gate"], of["up"], of["BASE"], _format(of["codes_gate"]), (of["scale_gate"], of["scale_up"]),
+        THROUGH, gathered, of["INF_TO_NAN"], wanted,
+    )  # fmt: skip
+    for one, (codes, scale, codes_t, sums) in zip(("gate", "up"), outputs, strict=True):
+        of[f"codes_{one}"].copy_(codes)
+        of[f"used_{one}"].copy_(scale.reshape(1))
+        of[f"codes_t_{one}"].copy_(codes_t)
+        if sums is not None:
+            # The first part is all of it.
+            of[f"sums_{one}"].zero_()[0] = sums
+
+
+@pytest.fixture(autouse=True)
+def kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    take_kernels_everywhere(monkeypatch)
+    for name in ("gated_cast", "gated_backward_cast"):
+        monkeypatch.setattr(importlib.import_module(f"octavo.kernels.{name}"), "runs_inductor", lambda *_: True)
+    monkeypatch.setitem(traced_launches._RUN, "gated_cast_kernel", run_gated_cast)
+    monkeypatch.setitem(traced_launches._RUN, "gated_backward_cast_kernel", run_gated_backward_cast)
+
+
+def compiled_pair(name: str, backend: Compiled) -> tuple[Parts, Parts]:
+    one, other = pair(RECIPES[name], True, sizes=SIZES)
+    one.compiled = torch.compile(one.as_one, fullgraph=True, backend=backend)  # type: ignore[assignment]
+    return one, other
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "delayed, input kept"])
+def test_steps_give_the_bits_of_eager_code(name: str) -> None:
+    backend = Compiled()
+    one, other = compiled_pair(name, backend)
+    for number in range(4):
+        x = torch.randn(TOKENS, SIZES[0], requires_grad=True)
+        # Of integers, so that sums of them do not depend on their order.
+        dy = torch.randint(-4, 5, (TOKENS, SIZES[2])).float() * 2.0**number
+        with torch.autocast("cpu", torch.bfloat16):
+            found, expected = run(one, "compiled", x, dy), run(other, "as_one", x, dy)
+        assert_equal(found[:3], expected[:3])
+        for a, b in zip(found[3:], expected[3:], strict=True):
+            # Sums for biases are added in another order.
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+        for parts in (one, other):
+            octavo.update_scales(parts)
+    assert_equal(list(one.state_dict().values()), list(other.state_dict().values()))
+    assert backend.clones == 0, "a launch writes where it is to write"
+
+
+def test_what_is_launched_in_a_step_whose_scales_are_known() -> None:
+    backend = Compiled()
+    one, _ = compiled_pair("delayed", backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        run(one, "compiled", torch.randn(TOKENS, SIZES[0], requires_grad=True), torch.randn(TOKENS, SIZES[2]))
+    known = backend.launches
+    assert known["gated_cast_kernel"] == known["gated_backward_cast_kernel"] == 1
+    # x once for both, three weights, dy.
+    assert known["cast_transpose_kernel"] == 5
+    assert not {"gated_output", "gated_backward_output"} & set(known)

@@ -117,6 +117,21 @@ def test_compiled_siblings_cast_their_input_once_and_keep_it_once(name: str, ker
     assert backend.kept_codes == backend.graphs * WIDTH * (tokens + 3 * WIDTH)
 
 
+@pytest.mark.parametrize("name", ["current", "block"])
+def test_siblings_of_any_number_of_tokens_cast_once_too(name: str, kernels_everywhere: None) -> None:
+    backend = Compiled()
+    eager, compiled = Run(RECIPES[name], "cpu").model, Run(RECIPES[name], "cpu").model
+    run = torch.compile(compiled, backend=backend, fullgraph=True, dynamic=True)
+    for tokens in (24, 40):
+        x = torch.randn(tokens, WIDTH)
+        for model in (eager, run):
+            model(x).backward(torch.ones(tokens, WIDTH))
+        for a, b in zip(eager.parameters(), compiled.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+    assert backend.graphs == 1
+    assert cast_launches(backend) == 7
+
+
 def test_without_the_pass_they_do_not(kernels_everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the other test counts is what the pass leaves away."""
     monkeypatch.setattr(repeated_launches._Pass, "apply", lambda *_: 0)

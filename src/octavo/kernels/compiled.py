@@ -83,6 +83,6 @@ def cast_transpose_inductor(
 def joined_sums(parts: Tensor, columns: int) -> Tensor:
     """`octavo.kernels.sum_kernel.joined_sums`, in an operator that dissolves into kernels."""
     programs, numbers, constants = sum_kernel.join_arguments(parts.shape[0] // columns, columns)
-    sums = parts.new_empty(columns)
+    sums = parts.new_empty((columns,))
     wrap_triton(sum_kernel.join_sums_kernel)[(programs,)](parts, sums, *numbers, *constants, num_warps=sum_kernel.WARPS)
     return sums

@@ -220,7 +220,7 @@ def prepare(
         codes_t = x.new_empty((padded(columns), tall), dtype=format.dtype)
         scale_t = x.new_empty(scale_shape(columns, rows, granularity), dtype=torch.float32)
     if column_sum:
-        sums = x.new_empty(tall // 128 * columns, dtype=torch.float32)
+        sums = x.new_empty((tall // 128 * columns,), dtype=torch.float32)
     # A pointer that the flags leave unused may be any; x itself would be materialised once more by the compiler.
     unused = codes if codes is not None else codes_t
     assert unused is not None, "a cast into no layout is not launched"

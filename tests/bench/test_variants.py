@@ -25,6 +25,7 @@ CPU = torch.device("cpu")
         ("octavo-delayed-reduced", ("octavo", "delayed", "reduced", "")),
         ("octavo-delayed-lean-compiled-captured", ("octavo", "delayed", "blocks", "captured")),
         ("bf16-lean-compiled", ("torch", "", "blocks", "")),
+        ("octavo-delayed-linears-reduced", ("octavo", "delayed", "reduced", "")),
         ("te-block", ("te", "block", "", "")),
         ("torchao-rowwise-compiled", ("torchao", "rowwise", "blocks", "")),
         ("octavo-rowwise-graphed", ("octavo", "rowwise", "", "graphed")),
@@ -35,10 +36,11 @@ def test_a_name_says_library_recipe_and_launch(key: str, expected: tuple[str, ..
     assert (variant.library, variant.recipe, variant.compiled, variant.graph) == expected
     assert variant.key == key
     assert variant.lean == ("-lean" in key)
+    assert variant.linears == ("-linears" in key)
 
 
 @pytest.mark.parametrize(
-    "key", ["fp8", "octavo", "octavo-tensorwise", "bf16-fast", "te-rowwise", "te-block-lean", "torch", ""]
+    "key", ["fp8", "octavo", "octavo-tensorwise", "bf16-fast", "te-rowwise", "te-block-lean", "bf16-linears", "torch", ""]
 )
 def test_an_unknown_name_is_refused_with_what_names_are_made_of(key: str) -> None:
     with pytest.raises(ValueError, match="is unknown: write bf16, octavo-RECIPE"):
@@ -61,6 +63,15 @@ def test_octavo_leaves_the_head_as_it_is() -> None:
     assert apply_variant(parse_variant("octavo-current"), model).layers == 1
     assert isinstance(model["body"], FP8LinearMixin)
     assert type(model["lm_head"]) is nn.Linear
+
+
+def test_of_linears_alone_nothing_is_fused() -> None:
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama", reason="an MLP that convert knows by class")
+    for key, fused in (("octavo-current-compiled", True), ("octavo-current-linears-compiled", False)):
+        model = nn.Sequential(llama.LlamaMLP(llama.LlamaConfig(hidden_size=32, intermediate_size=64)))
+        kind = type(model[0])
+        assert apply_variant(parse_variant(key), model).layers == 3
+        assert (type(model[0]) is not kind) == fused
 
 
 def test_a_lean_variant_keeps_inputs_and_lets_the_compiler_make_them_again() -> None:

@@ -34,6 +34,7 @@ from octavo.runtime import update_scales
 HEAD = r"(^|\.)(lm_)?head$"
 COMPILED = {"": "", "compiled": "blocks", "reduced": "reduced", "whole": "whole"}
 LEAN = "lean"
+LINEARS = "linears"
 # Scales of delayed scaling are measured at first, those of gradients until the third step: a graph each time.
 _UNTIL_KNOWN = 3
 GRAPHS = ("graphed", "captured")
@@ -49,6 +50,7 @@ ON_GPU = (
     "octavo-current",
     "octavo-delayed-compiled-captured",
     "octavo-delayed-reduced",
+    "octavo-delayed-linears-reduced",
     "octavo-delayed-lean-compiled",
     "bf16-compiled-captured",
     "bf16-reduced",
@@ -76,6 +78,7 @@ class Variant:
         library: "torch", "octavo", "te" or "torchao".
         recipe: of the library; "" for none.
         lean: the compiler may make again what a norm or an activation gave out, and Octavo keeps inputs and not codes.
+        linears: Octavo converts linear layers alone, and fuses none of them with what is around.
         compiled: "" for no compiler, "blocks" for one region a block, "reduced" for those with mode="reduce-overhead",
             "whole" for the whole model.
         graph: "" for none; "graphed" for forward and backward, "captured" for the whole step in one CUDA graph.
@@ -85,6 +88,7 @@ class Variant:
     library: str
     recipe: str = ""
     lean: bool = False
+    linears: bool = False
     compiled: str = ""
     graph: str = ""
 
@@ -99,13 +103,15 @@ def parse_variant(key: str) -> Variant:
         variant = replace(variant, compiled=COMPILED[rest.pop()])
     if rest and rest[-1] == LEAN and variant.library in ("torch", "octavo"):
         variant = replace(variant, lean=bool(rest.pop()))
+    if rest and rest[-1] == LINEARS and variant.library == "octavo":
+        variant = replace(variant, linears=bool(rest.pop()))
     known = {"torch": ("",), "octavo": RECIPES, "te": tuple(TE_RECIPES), "torchao": TORCHAO_RECIPES}
     recipe = "-".join(rest)
     if variant.library not in known or (first == "torch") or recipe not in known[variant.library]:
         raise ValueError(
             f"--variants names {key!r}, which is unknown: write bf16, octavo-RECIPE ({', '.join(RECIPES)}),"
-            f" te-RECIPE ({', '.join(TE_RECIPES)}) or torchao-RECIPE ({', '.join(TORCHAO_RECIPES)}), then -lean if it"
-            " is, then -compiled, -reduced or -whole if it is, then -graphed or -captured if it is"
+            f" te-RECIPE ({', '.join(TE_RECIPES)}) or torchao-RECIPE ({', '.join(TORCHAO_RECIPES)}), then -linears or -lean"
+            " if it is, then -compiled, -reduced or -whole if it is, then -graphed or -captured if it is"
         )
     return replace(variant, recipe=recipe)
 
@@ -160,7 +166,7 @@ def apply_variant(variant: Variant, model: nn.Module) -> Converted:
         if not layers:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a model without a layer to convert: `_counted` raises
-                layers = len(convert(model, recipe, exclude=[HEAD]).converted)
+                layers = len(convert(model, recipe, exclude=[HEAD], fuse=not variant.linears).converted)
         if recipe.delayed is None:
             return _counted(Converted(layers, context), variant)
         after = functools.partial(update_scales, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -123,15 +124,22 @@ def test_each_chunk_is_a_linear_and_its_loss_to_the_bit(reduction: Any, dtype: t
 
 
 class Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation gives, in elements."""
+    """Notes the largest tensor that any operation gives, in elements; how many of `size` there are at a time."""
 
-    elements = 0
+    def __init__(self, size: int = 0) -> None:
+        super().__init__()
+        self.elements, self.size, self.at_a_time = 0, size, 0
+        self.alive: list[weakref.ref[Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.elements = max(self.elements, leaf.numel())
+                if leaf.numel() == self.size and not leaf._is_view():
+                    self.alive.append(weakref.ref(leaf))
+        memory = {one.untyped_storage().data_ptr() for one in (kept() for kept in self.alive) if one is not None}
+        self.at_a_time = max(self.at_a_time, len(memory))
         return out
 
 
@@ -157,6 +165,22 @@ def test_no_tensor_is_as_large_as_the_logits(reduction: Any, recompute: bool) ->
 
     assert largest_of(theirs) == 512 * 300
     assert largest_of(ours) == 64 * 300
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_one_chunk_is_gone_when_the_next_one_is_made(recompute: bool) -> None:
+    """No more chunks of logits, and no more gradients of the weight, exist at a time if there are more chunks."""
+    seen = []
+    for chunks in (2, 6):
+        hidden, weight = torch.randn(64 * chunks, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
+        targets = torch.randint(0, 300, (64 * chunks,))
+        for size in (64 * 300, 300 * 16):
+            with Largest(size) as mode:
+                octavo.linear_cross_entropy(hidden, weight, targets, chunk_tokens=64, recompute=recompute).backward()
+            seen.append(mode.at_a_time)
+    assert seen[:2] == seen[2:]
+    # Of logits the reference of the kernel has float32 temporaries; what was left behind would be one more.
+    assert seen[0] <= 3
 
 
 def test_what_is_kept_for_the_backward() -> None:

@@ -15,7 +15,7 @@ from tests.modules.compositions import RECIPES, under
 from torch import Tensor, nn
 
 import octavo
-from octavo.recipes import CurrentScaling, DelayedScaling, RowwiseScaling
+from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from octavo.tensor import QuantizedTensor
 
 BF16 = torch.bfloat16
@@ -114,6 +114,29 @@ def test_the_scale_of_a_gradient_knows_nothing_of_the_loss_gradient() -> None:
             amaxes.append(float(head.delayed_state.grad_output.gathered))
     assert len(set(amaxes)) == 1
     assert 0.9 < amaxes[0] <= 1
+
+
+def test_probabilities_too_small_for_e4m3_are_kept_by_e5m2() -> None:
+    """Beside a target's -1, E4M3 has nothing below 2^-10 / 448 = 2.2e-6, and E5M2 goes on to 2^-17 / 57344 = 1.3e-10.
+
+    By column, and by blocks in which no target stands, the small ones are measured by themselves.
+    """
+    zeros = {}
+    for name, recipe in (
+        ("e4m3", CurrentScaling(format=octavo.E4M3)),
+        ("hybrid", CurrentScaling()),
+        ("rowwise", RowwiseScaling()),
+        ("block", BlockScaling()),
+    ):
+        head = octavo.LMHead(16, 1024, recipe=recipe)
+        with torch.no_grad():
+            head.weight.zero_()
+            head.weight[:10, 0] = 16.0
+        hidden, targets = torch.ones(64, 16), torch.arange(64) % 10
+        head(hidden, targets).backward()
+        # Ten classes have logits of 16, whose probability is a tenth; the others' is e^-16 of that.
+        zeros[name] = int((head.weight.grad[128:, 0] == 0).sum())
+    assert zeros == {"e4m3": 1024 - 128, "hybrid": 0, "rowwise": 0, "block": 0}
 
 
 def test_gradients_scale_with_that_of_the_loss_to_the_bit() -> None:
@@ -261,6 +284,25 @@ def test_weights_that_exist_in_fp8_and_codes_that_are_kept() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     with pytest.raises(ValueError, match="cached_weight is 'maybe': expected None, 'refresh' or 'reuse'"):
         head(hidden, targets, cached_weight="maybe")
+
+
+def test_what_is_kept_for_the_backward() -> None:
+    """The figures of the page, in bytes; parameters and inputs aside, whatever else is four bytes each."""
+    head = octavo.LMHead(64, 320, dtype=BF16, recipe=CurrentScaling(), chunk_tokens=32)
+    hidden, targets = torch.randn(96, 64, dtype=BF16, requires_grad=True), torch.randint(0, 320, (96,))
+    given = {one.untyped_storage().data_ptr() for one in (hidden, head.weight, targets)}
+    for recompute, expected in ((False, 2 * 96 * 64 + 2 * 320 * 64), (True, 4 * 96 + 2 * 96 * 64 + 2 * 320 * 64)):
+        head.recompute, kept = recompute, {}
+
+        def note(one: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+            return one
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda one: one):
+            loss = head(hidden, targets)
+        found = [size for where, size in kept.items() if where not in given]
+        assert sum(size for size in found if size > 16) == expected
+        loss.backward()
 
 
 def test_calibration_gathers_what_the_logits_are_made_of() -> None:

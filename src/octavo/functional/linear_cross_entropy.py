@@ -24,7 +24,7 @@ While it runs: a chunk of x, and of d the codes in both layouts; dw in float32 a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,10 +38,19 @@ from octavo.functional.cross_entropy import (
     reduced,
     refuse_second_derivative_of_loss,
 )
-from octavo.functional.linear import quantize_weight
-from octavo.functional.products import Extents, Kept, Needs, count, gradients, in_high_precision, quantized_gradient
+from octavo.functional.head_products import (
+    NOTHING,
+    Gradients,
+    Head,
+    LinearLoss,
+    Part,
+    head_of,
+    logits_of,
+    part_of,
+    products_of,
+)
+from octavo.functional.products import Needs
 from octavo.functional.shared_input import as_rows
-from octavo.kernels import padded, scaled_mm
 from octavo.kernels.cross_entropy import (
     LOGIT_DTYPES,
     LossRule,
@@ -54,51 +63,6 @@ from octavo.tensor import Operand
 
 # A chunk's product with its inputs then takes about as long, in FP8 on Hopper, as adding it to dw.
 DEFAULT_CHUNK = 2048
-
-
-class LinearLoss(NamedTuple):
-    """What one call runs with.
-
-    Attributes:
-        rule, reduction: the loss.
-        chunk_tokens: how many tokens' logits exist at a time.
-        recompute: logits are made again in the backward, for the gradients.
-        dtype: of the products.
-        plan: quantizers and precision of each product; None runs all in high precision.
-    """
-
-    rule: LossRule
-    reduction: Reduction
-    chunk_tokens: int
-    recompute: bool
-    dtype: torch.dtype
-    plan: LinearPlan | None
-
-    @property
-    def in_backward(self) -> bool:
-        """True if the gradients are computed in the backward."""
-        return self.recompute or self.reduction == "none"
-
-
-class _Head(NamedTuple):
-    """The weight [V, K] as products take it: its codes, or itself in their dtype; the bias [V]."""
-
-    operand: Operand | None
-    high: Tensor | None
-    bias: Tensor | None
-    num_classes: int
-    num_in: int
-
-
-class _Part(NamedTuple):
-    """A chunk of h [C, K]: its codes, itself where a product takes it."""
-
-    operand: Operand | None
-    rows: Tensor | None
-
-
-# dh [C, K], dw [V, K], db [V].
-_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def linear_cross_entropy(
@@ -143,7 +107,7 @@ def linear_cross_entropy(
         loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, setup, cached_weight)
         return loss
     rows, flat, none = as_rows(hidden), targets.reshape(-1), Needs(False, False, False)
-    losses, *_ = _losses(rows, flat, _head(weight, bias, setup, none, cached_weight), none, setup)
+    losses, *_ = _losses(rows, flat, head_of(weight, bias, setup, none, cached_weight), none, setup)
     return reduced(losses, count_of(targets, ignore_index, reduction), reduction, targets.shape)
 
 
@@ -160,7 +124,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         needs, rows, flat = Needs(*ctx.needs_input_grad[:3]), as_rows(hidden), targets.reshape(-1)
         # 1. What all chunks share.
-        head = _head(weight, bias, setup, needs, cached_weight)
+        head = head_of(weight, bias, setup, needs, cached_weight)
         total = count_of(targets, setup.rule.ignore_index, setup.reduction)
         ctx.setup, ctx.shape, ctx.extents = setup, hidden.shape, weight.shape
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -170,8 +134,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(total, *made)
         else:
             losses, lse, parts = _losses(rows, flat, head, needs, setup)
-            operand = head.operand or _NOTHING
-            kept = [tensor for part in parts for tensor in (*(part.operand or _NOTHING)[:4], part.rows)]
+            operand = head.operand or NOTHING
+            kept = [tensor for part in parts for tensor in (*(part.operand or NOTHING)[:4], part.rows)]
             ctx.save_for_backward(total, flat, lse, *operand[:4], head.high, head.bias, *kept)
         return reduced(losses, total, setup.reduction, targets.shape)
 
@@ -188,25 +152,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             factor, weights = _factor(gradient_of_rows(dloss, total))
             flat, lse, *rest = saved
-            head = _Head(Operand(*rest[:4]), rest[4], rest[5], *ctx.extents)
-            parts = [_Part(Operand(*rest[at : at + 4]), rest[at + 4]) for at in range(6, len(rest), 5)]
+            head = Head(Operand(*rest[:4]), rest[4], rest[5], *ctx.extents)
+            parts = [Part(Operand(*rest[at : at + 4]), rest[at + 4]) for at in range(6, len(rest), 5)]
             made = _gradients_again(parts, flat, lse, weights, head, needs, setup, ctx.dtypes[1])
         # 2. Those of the inputs.
         dh, dw, db = (_times(one, factor, dtype) for one, dtype in zip(made, ctx.dtypes, strict=True))
         return None if dh is None else dh.reshape(ctx.shape), dw, db, None, None, None
 
 
-_NOTHING = Operand(None, None, None, None)
-
-
 def _losses(
-    rows: Tensor, targets: Tensor, head: _Head, needs: Needs, setup: LinearLoss
-) -> tuple[Tensor, Tensor, list[_Part]]:
+    rows: Tensor, targets: Tensor, head: Head, needs: Needs, setup: LinearLoss
+) -> tuple[Tensor, Tensor, list[Part]]:
     """(loss [M], lse [M], chunks of h in what a backward will want)."""
     losses, lses, parts = [], [], []
     for first, last in _spans(rows.shape[0], setup.chunk_tokens):
-        part = _part(rows[first:last], needs, setup)
-        loss, lse = cross_entropy(_logits(part, last - first, head, setup), targets[first:last], setup.rule)
+        part = part_of(rows[first:last], needs, setup)
+        loss, lse = cross_entropy(logits_of(part, last - first, head, setup), targets[first:last], setup.rule)
         losses.append(loss)
         lses.append(lse)
         parts.append(part)
@@ -214,115 +175,66 @@ def _losses(
 
 
 def _losses_and_gradients(
-    rows: Tensor, targets: Tensor, head: _Head, needs: Needs, setup: LinearLoss, weight_dtype: torch.dtype
+    rows: Tensor, targets: Tensor, head: Head, needs: Needs, setup: LinearLoss, weight_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(loss [M], dh [M, K], dw [V, K], db [V]), the gradients those of the sum of the losses."""
     losses, dhs, dw, db, spans = [], [], None, None, _spans(rows.shape[0], setup.chunk_tokens)
     for first, last in spans:
-        # 1. Logits, losses; the logits become their gradient.  [C, K] @ [K, V] -> [C, V]
-        part = _part(rows[first:last], needs, setup)
-        d = _logits(part, last - first, head, setup)
-        loss, _ = cross_entropy_with_gradient(d, targets[first:last], setup.rule)
+        loss, made = _chunk(rows[first:last], targets[first:last], head, needs, setup, weight_dtype)
         losses.append(loss)
-        # 2. What they give to the inputs.
-        dh, dw_part, db_part = _products(d, part, head, needs, setup, weight_dtype)
-        dhs.append(dh)
-        ends = last == spans[-1][1]
-        dw, db = _added(dw, dw_part, ends), _added(db, db_part, ends)
+        dhs.append(made[0])
+        dw, db = (_added(*pair, last == spans[-1][1]) for pair in ((dw, made[1]), (db, made[2])))
+        # A name would hold it while the next one is made.
+        del made
     return _joined(losses), _joined_if_there(dhs), dw, db
 
 
+def _chunk(
+    rows: Tensor, targets: Tensor, head: Head, needs: Needs, setup: LinearLoss, weight_dtype: torch.dtype
+) -> tuple[Tensor, Gradients]:
+    """(loss [C], gradients), made so that logits are gone when the next ones are made."""
+    # 1. Logits and losses; the logits become their gradient.  [C, K] @ [K, V] -> [C, V]
+    part = part_of(rows, needs, setup)
+    d = logits_of(part, rows.shape[0], head, setup)
+    loss, _ = cross_entropy_with_gradient(d, targets, setup.rule)
+    # 2. What they give to the inputs.
+    return loss, products_of(d, part, head, needs, setup, weight_dtype)
+
+
 def _gradients_again(
-    parts: list[_Part],
+    parts: list[Part],
     targets: Tensor,
     lse: Tensor,
     weights: Tensor | None,
-    head: _Head,
+    head: Head,
     needs: Needs,
     setup: LinearLoss,
     weight_dtype: torch.dtype,
-) -> _Gradients:
+) -> Gradients:
     """(dh, dw, db) of the sum of the losses times `weights` [M], or 1, from what the forward has kept."""
     dhs, dw, db, spans = [], None, None, _spans(targets.shape[0], setup.chunk_tokens)
     for (first, last), part in zip(spans, parts, strict=True):
-        logits = _logits(part, last - first, head, setup)
-        factor = None if weights is None else weights[first:last]
-        d = cross_entropy_gradient(logits, targets[first:last], lse[first:last], factor, setup.rule, in_place=True)
-        dh, dw_part, db_part = _products(d, part, head, needs, setup, weight_dtype)
-        dhs.append(dh)
-        ends = last == spans[-1][1]
-        dw, db = _added(dw, dw_part, ends), _added(db, db_part, ends)
+        of_rows = targets[first:last], lse[first:last], None if weights is None else weights[first:last]
+        made = _chunk_again(part, of_rows, head, needs, setup, weight_dtype)
+        dhs.append(made[0])
+        dw, db = (_added(*pair, last == spans[-1][1]) for pair in ((dw, made[1]), (db, made[2])))
+        del made
     return _joined_if_there(dhs), dw, db
 
 
-def _head(weight: Tensor, bias: Tensor | None, setup: LinearLoss, needs: Needs, cached_weight: Operand | None) -> _Head:
-    plan, operand, high = setup.plan, None, None
-    if plan is not None:
-        operand = cached_weight or quantize_weight(weight, plan, True, needs.dx and plan.dgrad_fp8)
-    if plan is None or (needs.dx and not plan.dgrad_fp8):
-        high = in_high_precision(weight, setup.dtype)
-    return _Head(operand, high, None if bias is None else bias.to(setup.dtype), *weight.shape)
-
-
-def _part(rows: Tensor, needs: Needs, setup: LinearLoss) -> _Part:
-    plan, rows = setup.plan, rows.to(setup.dtype)
-    if plan is None:
-        return _Part(None, rows)
-    operand = plan.input(rows, True, needs.dw and plan.wgrad_fp8)
-    return _Part(operand, rows if needs.dw and not plan.wgrad_fp8 else None)
-
-
-def _logits(part: _Part, tokens: int, head: _Head, setup: LinearLoss) -> Tensor:
-    """[C, K] @ [K, V] -> [C, V], rows of which may have gaps between them."""
-    plan, bias = setup.plan, head.bias
-    if plan is None:
-        assert part.rows is not None, "a product in high precision takes the rows themselves"
-        assert head.high is not None, "and the weight itself"
-        return torch.nn.functional.linear(part.rows, head.high, bias)
-    assert part.operand is not None, "an FP8 product takes codes"
-    assert head.operand is not None, "of both operands"
-    codes, scale = part.operand.row_wise
-    w_codes, w_scale = head.operand.row_wise
-    count(plan, "fprop", codes, w_codes, scale)
-    missing = padded(head.num_classes) - head.num_classes
-    if bias is not None and missing:
-        bias = torch.nn.functional.pad(bias, (0, missing))
-    logits = scaled_mm(codes, w_codes, scale, w_scale, bias, setup.dtype, plan.accumulate.fprop)
-    return logits[:tokens, : head.num_classes]
-
-
-def _products(
-    d: Tensor, part: _Part, head: _Head, needs: Needs, setup: LinearLoss, weight_dtype: torch.dtype
-) -> _Gradients:
-    """What the gradient d [C, V] of a chunk of logits gives to h, w and b."""
-    plan, dtype = setup.plan, _dtype_of_sums(weight_dtype)
-    if plan is None:
-        assert head.high is not None, "a product in high precision takes the weight itself"
-        assert part.rows is not None, "and the rows themselves"
-        return (
-            d @ head.high if needs.dx else None,  # [C, V] @ [V, K] -> [C, K]
-            _product(d.t(), part.rows, dtype) if needs.dw else None,  # [V, C] @ [C, K] -> [V, K]
-            d.sum(0, dtype=torch.float32) if needs.db else None,
-        )
-    x, w = part.operand or _NOTHING, head.operand or _NOTHING
-    kept_x = Kept(x.codes_t, x.scale_t) if plan.wgrad_fp8 else Kept(high=part.rows)
-    kept_w = Kept(w.codes_t, w.scale_t) if plan.dgrad_fp8 else Kept(high=head.high)
-    extents = Extents(d.shape[0], head.num_classes, head.num_in, setup.dtype, dtype)
-    return gradients(quantized_gradient(d, plan, needs), kept_x, kept_w, needs, extents, plan)
-
-
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """[V, C] @ [C, K] -> [V, K] of `dtype`: the operands', or float32, in which the sum is taken in any case."""
-    if a.dtype == dtype:
-        return a @ b
-    return (
-        torch.mm(a, b, out_dtype=dtype) if a.is_cuda and dtype == torch.float32 else (a.float() @ b.float()).to(dtype)
-    )
-
-
-def _dtype_of_sums(weight_dtype: torch.dtype) -> torch.dtype:
-    """Of a chunk's dw; float16 might not hold what has not been divided by the number of tokens yet."""
-    return weight_dtype if weight_dtype == torch.bfloat16 else torch.float32
+def _chunk_again(
+    part: Part,
+    of_rows: tuple[Tensor, Tensor, Tensor | None],
+    head: Head,
+    needs: Needs,
+    setup: LinearLoss,
+    weight_dtype: torch.dtype,
+) -> Gradients:
+    """The gradients of a chunk; `of_rows`: target, log sum exp and weight of each."""
+    targets, lse, factor = of_rows
+    logits = logits_of(part, targets.shape[0], head, setup)
+    d = cross_entropy_gradient(logits, targets, lse, factor, setup.rule, in_place=True)
+    return products_of(d, part, head, needs, setup, weight_dtype)
 
 
 def _added(total: Tensor | None, part: Tensor | None, ends: bool) -> Tensor | None:

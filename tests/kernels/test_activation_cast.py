@@ -253,15 +253,18 @@ def test_blocks_are_read_and_written_sixteen_bytes_at_a_time(
     from octavo.kernels.activation_cast import triton_kernel
 
     x, scale = input_of((8192, 512), activation, BF16), torch.ones(())
+    channels = torch.ones(512) if activation == "swiglu" else None
 
     def call() -> None:
-        triton_kernel.activation_cast_triton(x, activation, E4M3, scale, BF16, scale)
+        triton_kernel.activation_cast_triton(x, activation, E4M3, scale, BF16, scale, channels=channels)
 
     [launch] = launches_of(monkeypatch, triton_kernel, "_launch_cast", call)
     variant = compiled(triton_kernel.activation_cast_kernel, launch)
     ptx = variant.asm["ptx"]
-    # 16 elements a thread of even rows, as many of odd ones: four loads, twice that if gated; two stores a layout.
-    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == (8 if activation in GATED else 4)
+    # 16 elements a thread of even rows, as many of odd ones: four loads, twice that if gated, and the factors of 16
+    # columns; two stores a layout.
+    factors = 0 if channels is None else 4
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == (8 if activation in GATED else 4) + factors
     assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 4
     # Pairs are rounded and cast together; of exponentials and reciprocals one each an element.
     assert not re.search(r"cvt\.rn\.bf16\.f32", ptx)
@@ -288,11 +291,14 @@ def test_equal_keys_are_one_variant_of_tritons(monkeypatch: pytest.MonkeyPatch) 
         ):
             for x in (torch.ones(shape, dtype=dtype), torch.ones(shape[0], shape[1] + 1, dtype=dtype)[:, 1:]):
                 activation, through = ("gelu_tanh", "swiglu")[number], (None, BF16)[number]
-                if function == "_launch_output":
-                    triton_kernel.activation_output_triton(x, activation, through or torch.float32)
-                else:
+                factors = torch.ones(x.shape[1] // (1 + number) + 1)
+                for channels in (None, factors[:-1], factors[1:]):
+                    if function == "_launch_output":
+                        triton_kernel.activation_output_triton(x, activation, through or torch.float32, channels)
+                        continue
                     flags = (bool(number), True) if number else (True, False)
-                    triton_kernel.activation_cast_triton(x, activation, E4M3, scale[number], through, scale[1], *flags)
+                    arguments = (x, activation, E4M3, scale[number], through, scale[1], *flags, channels)
+                    triton_kernel.activation_cast_triton(*arguments)
 
     for launcher, kernel in (
         ("_launch_cast", triton_kernel.activation_cast_kernel),

@@ -466,6 +466,21 @@ def test_on_a_gpu_inside_a_cuda_graph(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["delayed", "current", "rowwise"])
+def test_on_a_gpu_nothing_waits_for_the_device(name: str) -> None:
+    layer = octavo.LayerNormMLP(256, 384, activation="swiglu", smooth_swiglu=True, dtype=BF16, recipe=RECIPES[name])
+    layer, x = layer.cuda(), torch.randn(64, 256, device="cuda").to(BF16)
+    for step in range(2):
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        try:
+            layer(x).float().square().sum().backward()
+            octavo.update_scales(layer)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert layer.fc2_weight.grad.isfinite().all()
+
+
+@pytest.mark.gpu
 def test_on_a_gpu_the_twins_are_as_close_as_the_references() -> None:
     data = Data()
     data.grow(1000.0)

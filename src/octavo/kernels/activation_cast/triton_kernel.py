@@ -47,7 +47,7 @@ OUTPUT_WARPS = 8
 _MOST_PARTIALS = 256
 
 
-@triton.jit(do_not_specialize=("rows",), do_not_specialize_on_alignment=("scale", "scale_used", "gathered", "channels"))
+@triton.jit(do_not_specialize=("rows",), do_not_specialize_on_alignment=("scale", "scale_used", "gathered"))
 def activation_cast_kernel(
     x,
     scale,
@@ -109,7 +109,7 @@ def activation_cast_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=("rows",), do_not_specialize_on_alignment=("channels",))
+@triton.jit(do_not_specialize=("rows",))
 def activation_output_kernel(
     x,
     output,
@@ -170,7 +170,7 @@ def activation_cast_triton(
 
     own_scale: the scale that comes out is a tensor of its own.
     """
-    x = with_contiguous_rows(x)
+    x, channels = with_contiguous_rows(x), None if channels is None else channels.contiguous()
     rows, gated = x.shape[0], activation in GATED
     columns = x.shape[1] // 2 if gated else x.shape[1]
     padded_rows, padded_columns = padded(rows), padded(columns)
@@ -186,7 +186,7 @@ def activation_cast_triton(
         any_codes if codes_t is None else codes_t,
         used,
         used if gathered is None else gathered,
-        used if channels is None else channels.contiguous(),
+        x if channels is None else channels,
     )
     numbers = (rows, columns, x.stride(0))
     constants = (
@@ -194,7 +194,7 @@ def activation_cast_triton(
         gathered is not None, CODE_DTYPES[format.name], INTERPRETED, _BLOCK_ROWS, _BLOCK_COLUMNS,
     )  # fmt: skip
     programs = -(-padded_rows // _BLOCK_ROWS) * -(-padded_columns // _BLOCK_COLUMNS)
-    key = (key_of(x), key_of_numbers(*numbers), format.name, constants)
+    key = (key_of(x, channels), key_of_numbers(*numbers), format.name, constants)
     _launch_cast(programs, key, tensors, numbers, constants, WARPS)
     return codes, used, codes_t
 
@@ -203,7 +203,7 @@ def activation_output_triton(
     x: Tensor, activation: str, dtype: torch.dtype, channels: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """As `octavo.kernels.activation_cast.activation_output`, for more than one column on a device of Triton's."""
-    x = with_contiguous_rows(x)
+    x, channels = with_contiguous_rows(x), None if channels is None else channels.contiguous()
     rows, gated = x.shape[0], activation in GATED
     columns = x.shape[1] // 2 if gated else x.shape[1]
     output = x.new_empty((rows, columns), dtype=dtype)
@@ -213,7 +213,7 @@ def activation_output_triton(
     amaxes = x.new_empty(partials, dtype=torch.float32)
     numbers = (rows, columns, x.stride(0))
     constants = (base_of(activation), gated, channels is not None, INTERPRETED, _OUTPUT_BLOCK, width, partials)
-    key = (key_of(x), dtype, key_of_numbers(*numbers), constants)
-    tensors = (x, output, amaxes, amaxes if channels is None else channels.contiguous())
+    key = (key_of(x, channels), dtype, key_of_numbers(*numbers), constants)
+    tensors = (x, output, amaxes, x if channels is None else channels)
     _launch_output(partials, key, tensors, numbers, constants, OUTPUT_WARPS)
     return output, amaxes

@@ -17,8 +17,8 @@ from tests.kernels.traced_launches import Compiled, take_kernels_everywhere
 
 import octavo
 from octavo.formats import E4M3, E5M2
-from octavo.kernels.gated_backward_cast import gated_backward_cast_reference
-from octavo.kernels.gated_cast import gated_cast_reference
+from octavo.kernels.gated_backward_cast import gated_backward_cast_reference, gated_backward_output_reference
+from octavo.kernels.gated_cast import gated_cast_reference, gated_output_reference
 
 # Of multiples of 16 nothing is cut off.
 TOKENS, SIZES = 32, (48, 64, 32)
@@ -56,14 +56,35 @@ def run_gated_backward_cast(**of: Any) -> None:
             of[f"sums_{one}"].zero_()[0] = sums
 
 
+def run_gated_output(**of: Any) -> None:
+    output, amax = gated_output_reference(of["gate"], of["up"], of["BASE"], of["output"].dtype)
+    of["output"].copy_(output)
+    of["amaxes"].fill_(amax[0])
+
+
+def run_gated_backward_output(**of: Any) -> None:
+    pairs = gated_backward_output_reference(of["grad"], of["gate"], of["up"], of["BASE"], of["dgate"].dtype)
+    for one, (output, amax) in zip(("gate", "up"), pairs, strict=True):
+        of[f"d{one}"].copy_(output)
+        of[f"amaxes_{one}"].fill_(amax[0])
+
+
+RUN = {
+    "gated_cast_kernel": run_gated_cast,
+    "gated_backward_cast_kernel": run_gated_backward_cast,
+    "gated_output_kernel": run_gated_output,
+    "gated_backward_output_kernel": run_gated_backward_output,
+}
+
+
 @pytest.fixture(autouse=True)
 def kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     take_kernels_everywhere(monkeypatch)
     for name in ("gated_cast", "gated_backward_cast"):
         monkeypatch.setattr(importlib.import_module(f"octavo.kernels.{name}"), "runs_inductor", lambda *_: True)
-    monkeypatch.setitem(traced_launches._RUN, "gated_cast_kernel", run_gated_cast)
-    monkeypatch.setitem(traced_launches._RUN, "gated_backward_cast_kernel", run_gated_backward_cast)
+    for name, run_kernel in RUN.items():
+        monkeypatch.setitem(traced_launches._RUN, name, run_kernel)
 
 
 def compiled_pair(name: str, backend: Compiled) -> tuple[Parts, Parts]:

@@ -13,7 +13,12 @@ from octavo.kernels.gated_cast import triton_kernel as cast_kernels
 from octavo.kernels.known_writes import remember_writes
 from octavo.kernels.tile import with_contiguous_rows
 
-remember_writes(cast_kernels.gated_cast_kernel, backward_kernels.gated_backward_cast_kernel)
+remember_writes(
+    cast_kernels.gated_cast_kernel,
+    cast_kernels.gated_output_kernel,
+    backward_kernels.gated_backward_cast_kernel,
+    backward_kernels.gated_backward_output_kernel,
+)
 
 
 @triton_op("octavo::gated_cast_inductor", mutates_args={"gathered"})
@@ -72,3 +77,29 @@ def gated_backward_cast_inductor(
     (codes, scale, codes_t, parts), (codes_2, scale_2, codes_t_2, parts_2) = call.outputs
     sums, sums_2 = (gate.new_empty(0) if part is None else part.sum(0) for part in (parts, parts_2))
     return codes, scale.reshape(()), codes_t, sums, codes_2, scale_2.reshape(()), codes_t_2, sums_2
+
+
+@triton_op("octavo::gated_output_inductor", mutates_args=())
+def gated_output_inductor(gate: Tensor, up: Tensor, activation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`octavo.kernels.gated_cast.gated_output`."""
+    call = cast_kernels.prepare_output(with_contiguous_rows(gate), with_contiguous_rows(up), activation, dtype)
+    wrap_triton(cast_kernels.gated_output_kernel)[(call.programs,)](
+        *call.tensors, *call.numbers, *call.constants, num_warps=cast_kernels.OUTPUT_WARPS
+    )
+    output, amaxes = call.outputs
+    return output, amaxes
+
+
+@triton_op("octavo::gated_backward_output_inductor", mutates_args=())
+def gated_backward_output_inductor(
+    grad: Tensor, gate: Tensor, up: Tensor, activation: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`octavo.kernels.gated_backward_cast.gated_backward_output`: both gradients, then the amaxes of both."""
+    call = backward_kernels.prepare_backward_output(
+        with_contiguous_rows(grad), with_contiguous_rows(gate), with_contiguous_rows(up), activation, dtype
+    )
+    wrap_triton(backward_kernels.gated_backward_output_kernel)[(call.programs,)](
+        *call.tensors, *call.numbers, *call.constants, num_warps=backward_kernels.OUTPUT_WARPS
+    )
+    dgate, dup, amaxes, amaxes_2 = call.outputs
+    return dgate, dup, amaxes, amaxes_2

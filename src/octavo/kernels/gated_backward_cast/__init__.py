@@ -117,7 +117,10 @@ def gated_backward_output(
     """
     _check("gated_backward_output", grad, gate, up, activation, dtype)
     if torch.compiler.is_compiling():
-        dgate, amaxes, dup, amaxes_2 = _output_operator(grad, gate, up, activation, dtype)
+        operator = _output_operator
+        if runs_inductor(gate, E4M3):
+            from octavo.kernels.compiled_gated import gated_backward_output_inductor as operator
+        dgate, dup, amaxes, amaxes_2 = operator(grad, gate, up, activation, dtype)
         return GradientOutput(dgate, amaxes), GradientOutput(dup, amaxes_2)
     pair = _launch_output(grad, gate, up, activation, dtype)
     return GradientOutput(*pair[0]), GradientOutput(*pair[1])
@@ -231,11 +234,11 @@ def _output_implementation(
 ) -> tuple[Tensor, ...]:
     pair = _launch_output(grad, gate, up, activation, dtype)
     # How many parts there are depends on the number of rows, which must not make a graph of its own.
-    return tuple(tensor for output, amaxes in pair for tensor in (output, amaxes.amax().reshape(1)))
+    return *(output for output, _ in pair), *(amaxes.amax().reshape(1) for _, amaxes in pair)
 
 
 def _output_fake(grad: Tensor, gate: Tensor, up: Tensor, activation: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    shapes = ((gate.shape, dtype), ((1,), torch.float32)) * 2
+    shapes = ((gate.shape, dtype),) * 2 + (((1,), torch.float32),) * 2
     return tuple(gate.new_empty(shape, dtype=kind) for shape, kind in shapes)
 
 

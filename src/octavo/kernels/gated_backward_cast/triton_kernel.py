@@ -21,6 +21,7 @@ from octavo.kernels.activation_cast.triton_functions import activated_and_gradie
 from octavo.kernels.amax.triton_kernel import finite_magnitude
 from octavo.kernels.codes import CODE_DTYPES
 from octavo.kernels.gated_backward_cast.reference import Codes, Pair
+from octavo.kernels.gated_cast.triton_kernel import PreparedOutput, output_layout
 from octavo.kernels.launcher import Launcher
 from octavo.kernels.layout import padded
 from octavo.kernels.tile import (
@@ -40,9 +41,7 @@ from octavo.kernels.tile import (
 _BLOCK_ROWS, _BLOCK_COLUMNS, WARPS = 32, 64, 2
 # As in `octavo.kernels.activation_cast.triton_kernel`.
 _OUTPUT_BLOCK = 4096
-_OUTPUT_WIDTH = 256
 OUTPUT_WARPS = 8
-_MOST_PARTIALS = 256
 _UNALIGNED = ("scale_gate", "scale_up", "used_gate", "used_up", "gathered_gate", "gathered_up", "sums_gate", "sums_up")
 
 
@@ -288,21 +287,30 @@ def gated_backward_cast_triton(
     )
 
 
+def prepare_backward_output(
+    grad: Tensor, gate: Tensor, up: Tensor, activation: str, dtype: torch.dtype
+) -> PreparedOutput:
+    """The launch of `gated_backward_output_kernel` for matrices whose rows are contiguous: dgate, dup, their amaxes."""
+    rows, columns = gate.shape
+    width, partials = output_layout(rows, columns, _OUTPUT_BLOCK)
+    outputs = (
+        gate.new_empty((rows, columns), dtype=dtype),
+        gate.new_empty((rows, columns), dtype=dtype),
+        gate.new_empty(partials, dtype=torch.float32),
+        gate.new_empty(partials, dtype=torch.float32),
+    )
+    numbers = (rows, columns, grad.stride(0), gate.stride(0), up.stride(0))
+    constants = (activation, INTERPRETED, _OUTPUT_BLOCK, width, partials)
+    return PreparedOutput(outputs, partials, (grad, gate, up, *outputs), numbers, constants)
+
+
 def gated_backward_output_triton(
     grad: Tensor, gate: Tensor, up: Tensor, activation: str, dtype: torch.dtype
 ) -> tuple[Pair, Pair]:
     """As `octavo.kernels.gated_backward_cast.gated_backward_output`: more than one column, a device of Triton's."""
     grad, gate, up = with_contiguous_rows(grad), with_contiguous_rows(gate), with_contiguous_rows(up)
-    rows, columns = gate.shape
-    dgate, dup = gate.new_empty((rows, columns), dtype=dtype), gate.new_empty((rows, columns), dtype=dtype)
-    width = min(_OUTPUT_WIDTH, triton.next_power_of_2(columns))
-    tiles = -(-rows // (_OUTPUT_BLOCK // width)) * -(-columns // width)
-    partials = min(_MOST_PARTIALS, triton.next_power_of_2(tiles))
-    amaxes = gate.new_empty((2, partials), dtype=torch.float32)
-    numbers = (rows, columns, grad.stride(0), gate.stride(0), up.stride(0))
-    constants = (activation, INTERPRETED, _OUTPUT_BLOCK, width, partials)
-    # The amaxes of up begin behind those of gate: where, their number says, which is in the key.
-    key = (key_of(grad, gate, up), dtype, key_of_numbers(*numbers), constants)
-    tensors = (grad, gate, up, dgate, dup, amaxes[0], amaxes[1])
-    _launch_output(partials, key, tensors, numbers, constants, OUTPUT_WARPS)
-    return (dgate, amaxes[0]), (dup, amaxes[1])
+    call = prepare_backward_output(grad, gate, up, activation, dtype)
+    key = (key_of(grad, gate, up), dtype, key_of_numbers(*call.numbers), call.constants)
+    _launch_output(call.programs, key, call.tensors, call.numbers, call.constants, OUTPUT_WARPS)
+    dgate, dup, amaxes, amaxes_2 = call.outputs
+    return (dgate, amaxes), (dup, amaxes_2)

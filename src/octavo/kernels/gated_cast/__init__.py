@@ -95,6 +95,8 @@ def gated_output(gate: Tensor, up: Tensor, activation: str, dtype: torch.dtype) 
     """
     check_gated("gated_output", gate, up, activation, dtype)
     if torch.compiler.is_compiling():
+        if runs_inductor(gate, E4M3):
+            return GatedOutput(*_inductor().gated_output_inductor(gate, up, activation, dtype))
         return GatedOutput(*_output_operator(gate, up, activation, dtype))
     return GatedOutput(*_launch_output(gate, up, activation, dtype))
 

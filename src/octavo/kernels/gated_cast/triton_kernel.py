@@ -211,17 +211,41 @@ def gated_cast_triton(
     return call.outputs
 
 
+class PreparedOutput(NamedTuple):
+    """A launch: what it writes, how many programs, and the arguments in three parts."""
+
+    outputs: tuple[Tensor, ...]
+    programs: int
+    tensors: tuple[Tensor, ...]
+    numbers: tuple[Any, ...]
+    constants: tuple[Any, ...]
+
+
+def output_layout(rows: Any, columns: int, block: int) -> tuple[int, int]:
+    """(columns of a block of `block` elements, programs) of a pass that writes high precision with its amax."""
+    width = min(_OUTPUT_WIDTH, triton.next_power_of_2(columns))
+    # Of a traced number of rows nothing is asked: each answer would be a graph of its own.
+    if not isinstance(rows, int):
+        return width, _MOST_PARTIALS
+    tiles = -(-rows // (block // width)) * -(-columns // width)
+    return width, min(_MOST_PARTIALS, triton.next_power_of_2(tiles))
+
+
+def prepare_output(gate: Tensor, up: Tensor, activation: str, dtype: torch.dtype) -> PreparedOutput:
+    """The launch of `gated_output_kernel` for matrices whose rows are contiguous: output, amaxes."""
+    rows, columns = gate.shape
+    width, partials = output_layout(rows, columns, _OUTPUT_BLOCK)
+    output, amaxes = gate.new_empty((rows, columns), dtype=dtype), gate.new_empty(partials, dtype=torch.float32)
+    numbers = (rows, columns, gate.stride(0), up.stride(0))
+    constants = (activation, INTERPRETED, _OUTPUT_BLOCK, width, partials)
+    return PreparedOutput((output, amaxes), partials, (gate, up, output, amaxes), numbers, constants)
+
+
 def gated_output_triton(gate: Tensor, up: Tensor, activation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """As `octavo.kernels.gated_cast.gated_output`, for more than one column on a device of Triton's."""
     gate, up = with_contiguous_rows(gate), with_contiguous_rows(up)
-    rows, columns = gate.shape
-    output = gate.new_empty((rows, columns), dtype=dtype)
-    width = min(_OUTPUT_WIDTH, triton.next_power_of_2(columns))
-    tiles = -(-rows // (_OUTPUT_BLOCK // width)) * -(-columns // width)
-    partials = min(_MOST_PARTIALS, triton.next_power_of_2(tiles))
-    amaxes = gate.new_empty(partials, dtype=torch.float32)
-    numbers = (rows, columns, gate.stride(0), up.stride(0))
-    constants = (activation, INTERPRETED, _OUTPUT_BLOCK, width, partials)
-    key = (key_of(gate, up), dtype, key_of_numbers(*numbers), constants)
-    _launch_output(partials, key, (gate, up, output, amaxes), numbers, constants, OUTPUT_WARPS)
+    call = prepare_output(gate, up, activation, dtype)
+    key = (key_of(gate, up), dtype, key_of_numbers(*call.numbers), call.constants)
+    _launch_output(call.programs, key, call.tensors, call.numbers, call.constants, OUTPUT_WARPS)
+    output, amaxes = call.outputs
     return output, amaxes

@@ -357,6 +357,33 @@ def test_rows_are_read_and_written_sixteen_bytes_at_a_time(
 
 
 @compiled_only
+@pytest.mark.parametrize("capability", [90, 100])
+def test_every_kind_of_launch_compiles_down_to_one_class(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int
+) -> None:
+    """Of one class Triton makes constants; of fewer classes than threads each takes an element."""
+    pytest.importorskip("triton")
+    from tests.kernels.variants import compiled, launches_of, stack_and_local_bytes
+
+    from octavo.kernels.cross_entropy import triton_kernel
+
+    def call() -> None:
+        for columns, dtype in ((1, BF16), (2, torch.float16), (33, torch.float32), (1000, BF16)):
+            logits, targets = torch.ones(3, columns, dtype=dtype), torch.zeros(3, dtype=torch.int32)
+            triton_kernel.cross_entropy_triton(logits, targets, LossRule(), False)
+            triton_kernel.cross_entropy_triton(logits, targets.long(), LossRule(-1, 0.1, 1e-3), True)
+            for factor in (None, torch.ones(()), torch.ones(3)):
+                triton_kernel.cross_entropy_gradient_triton(logits, targets, torch.ones(3), factor, LossRule(), False)
+
+    launches = launches_of(monkeypatch, triton_kernel, "_launch_kernel", call)
+    assert len({launch.key for launch in launches}) == 20
+    for launch in launches:
+        variant = compiled(triton_kernel.cross_entropy_kernel, launch, capability)
+        assert f".target sm_{capability}" in variant.asm["ptx"]
+        assert stack_and_local_bytes(variant, tmp_path) == [0, 0]
+
+
+@compiled_only
 def test_equal_keys_are_one_variant_of_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from tests.kernels.variants import launches_of, specialized

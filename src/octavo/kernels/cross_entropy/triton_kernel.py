@@ -177,7 +177,8 @@ def _launch(
     rule: LossRule,
 ) -> None:
     rows, columns = logits.shape
-    block = min(_BLOCK, triton.next_power_of_2(columns))
+    # At least what a warp takes: values are rounded in pairs.
+    block = min(_BLOCK, max(32 * _A_THREAD, triton.next_power_of_2(columns)))
     # A pointer that the flags leave unused may be any.
     given = (logits, targets.contiguous(), loss, lse, factor, gradient)
     tensors = tuple(lse if t is None else t for t in given)

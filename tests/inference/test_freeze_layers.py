@@ -58,8 +58,8 @@ def batch(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def calibrated(model: nn.Module, x: Tensor) -> dict[str, float]:
-    """Scales for all products; those of experts without a token made up."""
-    scales = calibrate(model, [x])
+    """Scales for all products, others than x by itself would have; those of experts without a token made up."""
+    scales = {name: 1.37 * scale for name, scale in calibrate(model, [x]).items()}
     return {**{f"moe.expert{index}": 0.01 for index in range(3)}, **scales}
 
 
@@ -98,8 +98,9 @@ def test_frozen_layers_give_the_bits_of_the_same_layers_with_the_same_scales(dty
     model, x = Model().to(dtype).eval(), batch(dtype)
     scales = calibrated(model, x)
     assert sorted(scales) == sorted(LINEAR_PARTS)
-    unfrozen = with_static_scales(copy.deepcopy(model), scales)
-    assert freeze(model, "tensor_static", input_scales=scales) == WHOLE
+    unfrozen, measured = with_static_scales(copy.deepcopy(model), scales), copy.deepcopy(model)
+    assert freeze(model, "tensor_static", input_scales=scales) == freeze(measured, "tensor_dynamic") == WHOLE
+    assert not torch.equal(measured(x), model(x)), "the scales are those that were given"
     for grad in (False, True):
         with torch.set_grad_enabled(grad), octavo.count_gemms() as counted:
             expected, y = unfrozen(x), model(x)
@@ -212,7 +213,7 @@ def test_experts_are_those_of_the_layer_whoever_knows_their_sizes() -> None:
     model, x = Experts(), torch.randn(10, 32)
     scales = calibrated(model, x)
     assert sorted(calibrate(model, [x])) == ["moe.expert0", "moe.expert2"], "no token reached the other one"
-    assert scales["moe.expert2"] == pytest.approx(x[3:].abs().max().item() / 448)
+    assert scales["moe.expert2"] == pytest.approx(1.37 * x[3:].abs().max().item() / 448)
     with pytest.raises(ValueError, match=r"no input scale for 'moe\.expert1': .*reach it, or exclude 'moe'"):
         freeze(model, "tensor_static", input_scales=calibrate(model, [x]))
     unfrozen = with_static_scales(copy.deepcopy(model), scales).moe

@@ -40,7 +40,8 @@ def test_a_name_says_library_recipe_and_launch(key: str, expected: tuple[str, ..
 
 
 @pytest.mark.parametrize(
-    "key", ["fp8", "octavo", "octavo-tensorwise", "bf16-fast", "te-rowwise", "te-block-lean", "bf16-linears", "torch", ""]
+    "key",
+    ["fp8", "octavo", "octavo-tensorwise", "bf16-fast", "te-rowwise", "te-block-lean", "bf16-linears", "torch", ""],
 )
 def test_an_unknown_name_is_refused_with_what_names_are_made_of(key: str) -> None:
     with pytest.raises(ValueError, match="is unknown: write bf16, octavo-RECIPE"):

@@ -110,8 +110,8 @@ def parse_variant(key: str) -> Variant:
     if variant.library not in known or (first == "torch") or recipe not in known[variant.library]:
         raise ValueError(
             f"--variants names {key!r}, which is unknown: write bf16, octavo-RECIPE ({', '.join(RECIPES)}),"
-            f" te-RECIPE ({', '.join(TE_RECIPES)}) or torchao-RECIPE ({', '.join(TORCHAO_RECIPES)}), then -linears or -lean"
-            " if it is, then -compiled, -reduced or -whole if it is, then -graphed or -captured if it is"
+            f" te-RECIPE ({', '.join(TE_RECIPES)}) or torchao-RECIPE ({', '.join(TORCHAO_RECIPES)}), then -linears or"
+            " -lean if it is, then -compiled, -reduced or -whole if it is, then -graphed or -captured if it is"
         )
     return replace(variant, recipe=recipe)
 

@@ -83,7 +83,7 @@ class Compiled:
         launches: how often each kernel and operator of Octavo stands in the graphs so far.
         clones: how many launches have their memory copied first.
         kept_codes: bytes of codes that forwards keep for their backwards.
-        graphs: how many forwards were compiled.
+        graphs: how many forwards were compiled. (Dynamo may begin anew, and then asks for one more than it takes.)
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,6 @@ class Compiled:
         self.clones = self.kept_codes = self.graphs = 0
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        self.graphs += 1
         return aot_module_simplified(
             graph,
             inputs,
@@ -105,6 +104,7 @@ class Compiled:
         )
 
     def _finished(self, graph: torch.fx.GraphModule, inference: bool, keeps: bool) -> Any:
+        self.graphs += keeps or inference
         if keeps:
             values = (node.meta["val"] for node in graph.graph.output_node().all_input_nodes)
             kept = (one for one in values if isinstance(one, Tensor) and one.dtype.itemsize == 1)

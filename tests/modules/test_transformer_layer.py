@@ -361,6 +361,12 @@ def test_micro_batches_sum_their_gradients() -> None:
             assert relative_error(one, parameter.grad) < chained(FFN, 10), name  # type: ignore[arg-type]
 
 
+def test_its_mlp_smooths_as_it_is_told() -> None:
+    assert layer_of(activation="swiglu", smooth_swiglu=True).layernorm_mlp.smooth_swiglu
+    with pytest.raises(ValueError, match="smooths the channels of 'swiglu'"):
+        layer_of(activation="gelu", smooth_swiglu=True)
+
+
 def test_names_of_parameters_are_transformer_engines() -> None:
     layer = layer_of(layer_type="decoder", output_layernorm=True)
     assert {name.rpartition(".")[0] for name in layer.state_dict()} == {

@@ -76,8 +76,8 @@ class TransformerLayer(nn.Module):
             stand, see above.
         attn_input_format: "sbhd", "bshd" or "thd".
         bias: projections have one.
-        activation, saved_activation_input, checkpoint_mlp: as activation, saved_activation_input and checkpoint of
-            `octavo.LayerNormMLP`.
+        activation, saved_activation_input, checkpoint_mlp, smooth_swiglu: as activation, saved_activation_input,
+            checkpoint and smooth_swiglu of `octavo.LayerNormMLP`.
         normalization, eps, zero_centered_gamma: as of `octavo.LayerNormLinear`.
         device, dtype: of the parameters, drawn as those of `nn.Linear`.
         recipe: FP8 with this recipe also outside of `octavo.autocast`.
@@ -108,6 +108,7 @@ class TransformerLayer(nn.Module):
         activation: str = "gelu",
         saved_activation_input: SavedInput = "high_precision",
         checkpoint_mlp: bool = False,
+        smooth_swiglu: bool = False,
         normalization: Normalization = "LayerNorm",
         eps: float = 1e-5,
         zero_centered_gamma: bool = False,
@@ -142,7 +143,8 @@ class TransformerLayer(nn.Module):
             )  # fmt: skip
         self.layernorm_mlp = LayerNormMLP(
             hidden_size, ffn_hidden_size, activation=activation, return_layernorm_output=from_norm,
-            saved_activation_input=saved_activation_input, checkpoint=checkpoint_mlp, **shared,
+            saved_activation_input=saved_activation_input, checkpoint=checkpoint_mlp, smooth_swiglu=smooth_swiglu,
+            **shared,
         )  # fmt: skip
         self.layernorm = _norm(hidden_size, norm, place) if output_layernorm else None
 

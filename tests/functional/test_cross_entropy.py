@@ -71,14 +71,16 @@ def test_a_mean_over_no_rows_is_nan_without_a_gradient_as_torchs() -> None:
     assert torch.equal(logits.grad, torch.zeros(3, 5))
 
 
-def test_overwriting_takes_no_memory_and_whoever_kept_the_logits_is_told() -> None:
-    leaf, targets = torch.randn(6, 20, requires_grad=True), torch.randint(0, 20, (6,))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_overwriting_takes_no_memory_and_whoever_kept_the_logits_is_told(device: str) -> None:
+    """On a GPU a kernel writes, of which autograd has to be told."""
+    leaf, targets = torch.randn(6, 20, device=device, requires_grad=True), torch.randint(0, 20, (6,), device=device)
     logits = leaf * 1
     loss = octavo.cross_entropy(logits, targets, overwrite_logits=True)
     (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
     assert gradient.data_ptr() == logits.data_ptr()
     lse = leaf.detach().logsumexp(1)
-    expected = cross_entropy_gradient(leaf.detach(), targets, lse, torch.tensor(1 / 6))
+    expected = cross_entropy_gradient(leaf.detach(), targets, lse, torch.tensor(1 / 6, device=device))
     torch.testing.assert_close(gradient, expected)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(loss, logits)

@@ -16,7 +16,7 @@ how far they are.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from octavo.kernels.activation_backward_cast.reference import (
     activation_backward_cast_reference,
     activation_backward_output_reference,
 )
+from octavo.kernels.activation_cast import runs_inductor
 from octavo.kernels.activations import GATED, check_activation
 from octavo.kernels.layout import padded
 from octavo.kernels.library import register
@@ -84,10 +85,15 @@ def activation_backward_cast(
         return ActivationBackwardCastOutput(
             *_launch(grad, x, activation, format, scale, through, gathered, inf_to_nan, column_sum)
         )
-    codes, used, codes_t, sums, largest = _operator(
-        grad, x, activation, format.name, scale, through, gathered is not None, inf_to_nan, column_sum
-    )
-    merge(gathered, largest)
+    if runs_inductor(x, activation, format):
+        codes, used, codes_t, sums = _inductor().activation_backward_cast_inductor(
+            grad, x, activation, format.name, scale, through, gathered, inf_to_nan, column_sum
+        )
+    else:
+        codes, used, codes_t, sums, largest = _operator(
+            grad, x, activation, format.name, scale, through, gathered is not None, inf_to_nan, column_sum
+        )
+        merge(gathered, largest)
     return ActivationBackwardCastOutput(codes, used, codes_t, sums if column_sum else None)
 
 
@@ -100,6 +106,10 @@ def activation_backward_output(
     """
     _check("activation_backward_output", grad, x, activation, dtype)
     if torch.compiler.is_compiling():
+        if runs_inductor(x, activation, E4M3):
+            return ActivationBackwardOutput(
+                *_inductor().activation_backward_output_inductor(grad, x, activation, dtype)
+            )
         return ActivationBackwardOutput(*_output_operator(grad, x, activation, dtype))
     return ActivationBackwardOutput(*_launch_output(grad, x, activation, dtype))
 
@@ -110,6 +120,12 @@ def unsupported_reasons(x: Tensor, format: Format, activation: str = "relu") -> 
     if format not in (E4M3, E5M2):
         reasons.append(f"format {format.name}: NVIDIA's conversion instructions write E4M3 and E5M2")
     return reasons
+
+
+def _inductor() -> Any:
+    from octavo.kernels import compiled_activations
+
+    return compiled_activations
 
 
 def _check(operation: str, grad: Tensor, x: Tensor, activation: str, through: torch.dtype | None) -> None:

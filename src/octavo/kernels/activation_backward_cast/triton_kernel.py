@@ -17,6 +17,7 @@ from torch import Tensor
 
 from octavo.formats import Format
 from octavo.kernels.activation_cast.triton_functions import activated_and_gradient
+from octavo.kernels.activation_cast.triton_kernel import Prepared, output_layout
 from octavo.kernels.activations import GATED, base_of
 from octavo.kernels.amax.triton_kernel import finite_magnitude
 from octavo.kernels.codes import CODE_DTYPES
@@ -38,11 +39,9 @@ from octavo.kernels.tile import (
 # (rows, columns, warps) of a block: 32 elements a thread, of which a gated kind holds twice as many numbers.
 _BLOCK = (64, 64, 4)
 _GATED_BLOCK = (32, 64, 2)
-# As in `octavo.kernels.activation_cast.triton_kernel`.
+# Elements of a block of the pass that writes high precision.
 _OUTPUT_BLOCK = 4096
-_OUTPUT_WIDTH = 256
 OUTPUT_WARPS = 8
-_MOST_PARTIALS = 256
 
 
 @triton.jit
@@ -178,6 +177,49 @@ _launch_cast = Launcher(activation_backward_cast_kernel)
 _launch_output = Launcher(activation_backward_output_kernel)
 
 
+def prepare_backward(
+    grad: Tensor,
+    x: Tensor,
+    activation: str,
+    format: Format,
+    scale: Tensor,
+    through: torch.dtype | None,
+    gathered: Tensor | None,
+    inf_to_nan: bool,
+    column_sum: bool,
+    used: Tensor | None,
+) -> Prepared:
+    """The launch of `activation_backward_cast_kernel` for matrices whose rows are contiguous.
+
+    Its outputs: codes, scale, codes_t, parts of the sums. used: what the scale is written to; None gives out the given
+    one.
+    """
+    (rows, columns), width = grad.shape, x.shape[1]
+    padded_rows, padded_width = padded(rows), padded(width)
+    codes = x.new_empty((padded_rows, padded_width), dtype=format.dtype)
+    codes_t = x.new_empty((padded_width, padded_rows), dtype=format.dtype)
+    given_out = scale.reshape(()) if used is None else used
+    gated = activation in GATED
+    block_rows, block_columns, _ = _GATED_BLOCK if gated else _BLOCK
+    tiles_tall = -(-padded_rows // block_rows)
+    sums = x.new_empty((tiles_tall, width), dtype=torch.float32) if column_sum else None
+    # A pointer that the flags leave unused may be any.
+    unused = (codes if given is None else given for given in (gathered, sums))
+    tensors = (grad, x, scale, codes, codes_t, given_out, *unused)
+    constants = (
+        base_of(activation), gated, THROUGH_DTYPES[through], used is not None, gathered is not None, inf_to_nan,
+        column_sum, CODE_DTYPES[format.name], INTERPRETED, block_rows, block_columns,
+    )  # fmt: skip
+    programs = tiles_tall * -(-(padded_width - columns if gated else padded_width) // block_columns)
+    numbers = (rows, columns, grad.stride(0), x.stride(0))
+    return Prepared((codes, given_out, codes_t, sums), programs, tensors, numbers, constants)
+
+
+def warps_of(activation: str) -> int:
+    """Per program of `activation_backward_cast_kernel`."""
+    return (_GATED_BLOCK if activation in GATED else _BLOCK)[2]
+
+
 def activation_backward_cast_triton(
     grad: Tensor,
     x: Tensor,
@@ -193,28 +235,23 @@ def activation_backward_cast_triton(
     """As `octavo.kernels.activation_backward_cast.activation_backward_cast`: E4M3 or E5M2, more than one column, a
     device of Triton's. own_scale: the scale that comes out is a tensor of its own."""
     grad, x = with_contiguous_rows(grad), with_contiguous_rows(x)
-    (rows, columns), width = grad.shape, x.shape[1]
-    padded_rows, padded_width = padded(rows), padded(width)
-    codes = x.new_empty((padded_rows, padded_width), dtype=format.dtype)
-    codes_t = x.new_empty((padded_width, padded_rows), dtype=format.dtype)
     own_scale = own_scale or (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    used = x.new_empty((), dtype=torch.float32) if own_scale else scale.reshape(())
-    gated = activation in GATED
-    block_rows, block_columns, warps = _GATED_BLOCK if gated else _BLOCK
-    tiles_tall = -(-padded_rows // block_rows)
-    sums = x.new_empty((tiles_tall, width), dtype=torch.float32) if column_sum else None
-    tensors = (
-        grad, x, scale, codes, codes_t, used, used if gathered is None else gathered, used if sums is None else sums,
-    )  # fmt: skip
+    used = x.new_empty((), dtype=torch.float32) if own_scale else None
+    call = prepare_backward(grad, x, activation, format, scale, through, gathered, inf_to_nan, column_sum, used)
+    key = (key_of(grad, x), key_of_numbers(*call.numbers), format.name, call.constants)
+    _launch_cast(call.programs, key, call.tensors, call.numbers, call.constants, warps_of(activation))
+    codes, scale, codes_t, sums = call.outputs
+    return codes, scale, codes_t, None if sums is None else sums.sum(0)
+
+
+def prepare_backward_output(grad: Tensor, x: Tensor, activation: str, dtype: torch.dtype) -> Prepared:
+    """The launch of `activation_backward_output_kernel` for matrices whose rows are contiguous: output, amaxes."""
+    rows, columns = grad.shape
+    width, partials = output_layout(rows, columns, _OUTPUT_BLOCK)
+    output, amaxes = x.new_empty(x.shape, dtype=dtype), x.new_empty(partials, dtype=torch.float32)
     numbers = (rows, columns, grad.stride(0), x.stride(0))
-    constants = (
-        base_of(activation), gated, THROUGH_DTYPES[through], own_scale, gathered is not None, inf_to_nan,
-        column_sum, CODE_DTYPES[format.name], INTERPRETED, block_rows, block_columns,
-    )  # fmt: skip
-    key = (key_of(grad, x), key_of_numbers(*numbers), format.name, constants)
-    programs = tiles_tall * -(-(padded_width - columns if gated else padded_width) // block_columns)
-    _launch_cast(programs, key, tensors, numbers, constants, warps)
-    return codes, used, codes_t, None if sums is None else sums.sum(0)
+    constants = (base_of(activation), activation in GATED, INTERPRETED, _OUTPUT_BLOCK, width, partials)
+    return Prepared((output, amaxes), partials, (grad, x, output, amaxes), numbers, constants)
 
 
 def activation_backward_output_triton(
@@ -223,14 +260,8 @@ def activation_backward_output_triton(
     """As `octavo.kernels.activation_backward_cast.activation_backward_output`, for more than one column on a device of
     Triton's."""
     grad, x = with_contiguous_rows(grad), with_contiguous_rows(x)
-    rows, columns = grad.shape
-    output = x.new_empty(x.shape, dtype=dtype)
-    tile_width = min(_OUTPUT_WIDTH, triton.next_power_of_2(columns))
-    tiles = -(-rows // (_OUTPUT_BLOCK // tile_width)) * -(-columns // tile_width)
-    partials = min(_MOST_PARTIALS, triton.next_power_of_2(tiles))
-    amaxes = x.new_empty(partials, dtype=torch.float32)
-    numbers = (rows, columns, grad.stride(0), x.stride(0))
-    constants = (base_of(activation), activation in GATED, INTERPRETED, _OUTPUT_BLOCK, tile_width, partials)
-    key = (key_of(grad, x), dtype, key_of_numbers(*numbers), constants)
-    _launch_output(partials, key, (grad, x, output, amaxes), numbers, constants, OUTPUT_WARPS)
+    call = prepare_backward_output(grad, x, activation, dtype)
+    key = (key_of(grad, x), dtype, key_of_numbers(*call.numbers), call.constants)
+    _launch_output(call.programs, key, call.tensors, call.numbers, call.constants, OUTPUT_WARPS)
+    output, amaxes = call.outputs
     return output, amaxes

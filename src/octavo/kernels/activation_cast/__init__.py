@@ -19,7 +19,7 @@ middle of two codes take the other one.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from octavo.kernels.activations import GATED, check_activation
 from octavo.kernels.layout import padded
 from octavo.kernels.library import register
 from octavo.kernels.operands import check_matrix, check_scale, check_through, merge, present
-from octavo.kernels.triton_support import device_reasons, one_column_reasons, runs_on, uses_triton
+from octavo.kernels.triton_support import device_reasons, one_column_reasons, runs_compiled, runs_on, uses_triton
 
 
 class ActivationCastOutput(NamedTuple):
@@ -82,10 +82,15 @@ def activation_cast(
         return ActivationCastOutput(
             *_launch(x, activation, format, scale, through, gathered, rowwise, columnwise, channels)
         )
-    codes, used, codes_t, largest = _operator(
-        x, activation, format.name, scale, through, gathered is not None, rowwise, columnwise, channels
-    )
-    merge(gathered, largest)
+    if runs_inductor(x, activation, format):
+        codes, used, codes_t = _inductor().activation_cast_inductor(
+            x, activation, format.name, scale, through, gathered, rowwise, columnwise, channels
+        )
+    else:
+        codes, used, codes_t, largest = _operator(
+            x, activation, format.name, scale, through, gathered is not None, rowwise, columnwise, channels
+        )
+        merge(gathered, largest)
     return ActivationCastOutput(codes if rowwise else None, used, codes_t if columnwise else None)
 
 
@@ -98,6 +103,8 @@ def activation_output(
     """
     _check("activation_output", x, activation, dtype, channels)
     if torch.compiler.is_compiling():
+        if runs_inductor(x, activation, E4M3):
+            return ActivationOutput(*_inductor().activation_output_inductor(x, activation, dtype, channels))
         return ActivationOutput(*_output_operator(x, activation, dtype, channels))
     return ActivationOutput(*_launch_output(x, activation, dtype, channels))
 
@@ -108,6 +115,19 @@ def unsupported_reasons(x: Tensor, format: Format, activation: str = "relu") -> 
     if format not in (E4M3, E5M2):
         reasons.append(f"format {format.name}: NVIDIA's conversion instructions write E4M3 and E5M2")
     return reasons
+
+
+def runs_inductor(x: Tensor, activation: str, format: Format) -> bool:
+    """True if Inductor is to see and launch the Triton kernel itself: traced code on a GPU that runs it."""
+    # Inductor makes a constant of a 1, also of the number of rows: see `one_column_reasons`.
+    narrow = x.shape[0] == 1 or _width(x, activation) == 1
+    return x.is_cuda and not narrow and runs_compiled(x.device.index, format.name)
+
+
+def _inductor() -> Any:
+    from octavo.kernels import compiled_activations
+
+    return compiled_activations
 
 
 def _check(operation: str, x: Tensor, activation: str, through: torch.dtype | None, channels: Tensor | None) -> None:
@@ -226,5 +246,6 @@ __all__ = [
     "activation_cast_reference",
     "activation_output",
     "activation_output_reference",
+    "runs_inductor",
     "unsupported_reasons",
 ]

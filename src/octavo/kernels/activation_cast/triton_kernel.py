@@ -12,6 +12,8 @@ where the cast begins.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -154,6 +156,57 @@ _launch_cast = Launcher(activation_cast_kernel)
 _launch_output = Launcher(activation_output_kernel)
 
 
+class Prepared(NamedTuple):
+    """A launch: what it writes, how many programs, and the arguments in three parts."""
+
+    outputs: tuple[Any, ...]
+    programs: Any
+    tensors: tuple[Tensor, ...]
+    numbers: tuple[Any, ...]
+    constants: tuple[Any, ...]
+
+
+def prepare_cast(
+    x: Tensor,
+    activation: str,
+    format: Format,
+    scale: Tensor,
+    through: torch.dtype | None,
+    gathered: Tensor | None,
+    rowwise: bool,
+    columnwise: bool,
+    channels: Tensor | None,
+    used: Tensor | None,
+) -> Prepared:
+    """The launch of `activation_cast_kernel` for a matrix whose rows are contiguous: codes, scale, codes_t.
+
+    used: what the scale is written to; None gives out the given one.
+    """
+    rows, gated = x.shape[0], activation in GATED
+    columns = x.shape[1] // 2 if gated else x.shape[1]
+    padded_rows, padded_columns = padded(rows), padded(columns)
+    codes = x.new_empty((padded_rows, padded_columns), dtype=format.dtype) if rowwise else None
+    codes_t = x.new_empty((padded_columns, padded_rows), dtype=format.dtype) if columnwise else None
+    given_out = scale.reshape(()) if used is None else used
+    # A pointer that the flags leave unused may be any.
+    unused = codes if codes is not None else codes_t if codes_t is not None else given_out
+    tensors = (
+        x,
+        scale,
+        unused if codes is None else codes,
+        unused if codes_t is None else codes_t,
+        given_out,
+        unused if gathered is None else gathered,
+        unused if channels is None else channels,
+    )
+    constants = (
+        base_of(activation), gated, channels is not None, THROUGH_DTYPES[through], rowwise, columnwise,
+        used is not None, gathered is not None, CODE_DTYPES[format.name], INTERPRETED, _BLOCK_ROWS, _BLOCK_COLUMNS,
+    )  # fmt: skip
+    programs = -(-padded_rows // _BLOCK_ROWS) * -(-padded_columns // _BLOCK_COLUMNS)
+    return Prepared((codes, given_out, codes_t), programs, tensors, (rows, columns, x.stride(0)), constants)
+
+
 def activation_cast_triton(
     x: Tensor,
     activation: str,
@@ -171,32 +224,34 @@ def activation_cast_triton(
     own_scale: the scale that comes out is a tensor of its own.
     """
     x, channels = with_contiguous_rows(x), None if channels is None else channels.contiguous()
+    own_scale = own_scale or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    used = x.new_empty((), dtype=torch.float32) if own_scale else None
+    call = prepare_cast(x, activation, format, scale, through, gathered, rowwise, columnwise, channels, used)
+    key = (key_of(x, channels), key_of_numbers(*call.numbers), format.name, call.constants)
+    _launch_cast(call.programs, key, call.tensors, call.numbers, call.constants, WARPS)
+    codes, scale, codes_t = call.outputs
+    return codes, scale, codes_t
+
+
+def output_layout(rows: Any, columns: int, block: int) -> tuple[int, int]:
+    """(columns of a block of `block` elements, programs) of a pass that writes high precision with its amax."""
+    width = min(_OUTPUT_WIDTH, triton.next_power_of_2(columns))
+    # Of a traced number of rows nothing is asked: each answer would be a graph of its own.
+    if not isinstance(rows, int):
+        return width, _MOST_PARTIALS
+    tiles = -(-rows // (block // width)) * -(-columns // width)
+    return width, min(_MOST_PARTIALS, triton.next_power_of_2(tiles))
+
+
+def prepare_output(x: Tensor, activation: str, dtype: torch.dtype, channels: Tensor | None) -> Prepared:
+    """The launch of `activation_output_kernel` for a matrix whose rows are contiguous: output, amaxes."""
     rows, gated = x.shape[0], activation in GATED
     columns = x.shape[1] // 2 if gated else x.shape[1]
-    padded_rows, padded_columns = padded(rows), padded(columns)
-    codes = x.new_empty((padded_rows, padded_columns), dtype=format.dtype) if rowwise else None
-    codes_t = x.new_empty((padded_columns, padded_rows), dtype=format.dtype) if columnwise else None
-    own_scale = own_scale or (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    used = x.new_empty((), dtype=torch.float32) if own_scale else scale.reshape(())
-    any_codes = codes if codes is not None else codes_t if codes_t is not None else used
-    tensors = (
-        x,
-        scale,
-        any_codes if codes is None else codes,
-        any_codes if codes_t is None else codes_t,
-        used,
-        used if gathered is None else gathered,
-        x if channels is None else channels,
-    )
-    numbers = (rows, columns, x.stride(0))
-    constants = (
-        base_of(activation), gated, channels is not None, THROUGH_DTYPES[through], rowwise, columnwise, own_scale,
-        gathered is not None, CODE_DTYPES[format.name], INTERPRETED, _BLOCK_ROWS, _BLOCK_COLUMNS,
-    )  # fmt: skip
-    programs = -(-padded_rows // _BLOCK_ROWS) * -(-padded_columns // _BLOCK_COLUMNS)
-    key = (key_of(x, channels), key_of_numbers(*numbers), format.name, constants)
-    _launch_cast(programs, key, tensors, numbers, constants, WARPS)
-    return codes, used, codes_t
+    width, partials = output_layout(rows, columns, _OUTPUT_BLOCK)
+    output, amaxes = x.new_empty((rows, columns), dtype=dtype), x.new_empty(partials, dtype=torch.float32)
+    constants = (base_of(activation), gated, channels is not None, INTERPRETED, _OUTPUT_BLOCK, width, partials)
+    tensors = (x, output, amaxes, amaxes if channels is None else channels)
+    return Prepared((output, amaxes), partials, tensors, (rows, columns, x.stride(0)), constants)
 
 
 def activation_output_triton(
@@ -204,16 +259,8 @@ def activation_output_triton(
 ) -> tuple[Tensor, Tensor]:
     """As `octavo.kernels.activation_cast.activation_output`, for more than one column on a device of Triton's."""
     x, channels = with_contiguous_rows(x), None if channels is None else channels.contiguous()
-    rows, gated = x.shape[0], activation in GATED
-    columns = x.shape[1] // 2 if gated else x.shape[1]
-    output = x.new_empty((rows, columns), dtype=dtype)
-    width = min(_OUTPUT_WIDTH, triton.next_power_of_2(columns))
-    tiles = -(-rows // (_OUTPUT_BLOCK // width)) * -(-columns // width)
-    partials = min(_MOST_PARTIALS, triton.next_power_of_2(tiles))
-    amaxes = x.new_empty(partials, dtype=torch.float32)
-    numbers = (rows, columns, x.stride(0))
-    constants = (base_of(activation), gated, channels is not None, INTERPRETED, _OUTPUT_BLOCK, width, partials)
-    key = (key_of(x, channels), dtype, key_of_numbers(*numbers), constants)
-    tensors = (x, output, amaxes, x if channels is None else channels)
-    _launch_output(partials, key, tensors, numbers, constants, OUTPUT_WARPS)
+    call = prepare_output(x, activation, dtype, channels)
+    key = (key_of(x, channels), dtype, key_of_numbers(*call.numbers), call.constants)
+    _launch_output(call.programs, key, call.tensors, call.numbers, call.constants, OUTPUT_WARPS)
+    output, amaxes = call.outputs
     return output, amaxes

@@ -9,8 +9,6 @@ Column sums are partial, one a block of rows, and torch adds them: the same orde
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -18,10 +16,10 @@ from torch import Tensor
 
 from octavo.formats import Format
 from octavo.kernels.activation_cast.triton_functions import activated_and_gradient
+from octavo.kernels.activation_cast.triton_kernel import Prepared, output_layout
 from octavo.kernels.amax.triton_kernel import finite_magnitude
 from octavo.kernels.codes import CODE_DTYPES
 from octavo.kernels.gated_backward_cast.reference import Codes, Pair
-from octavo.kernels.gated_cast.triton_kernel import PreparedOutput, output_layout
 from octavo.kernels.launcher import Launcher
 from octavo.kernels.layout import padded
 from octavo.kernels.tile import (
@@ -39,7 +37,7 @@ from octavo.kernels.tile import (
 
 # 32 elements a thread, of each of which it holds two results.
 _BLOCK_ROWS, _BLOCK_COLUMNS, WARPS = 32, 64, 2
-# As in `octavo.kernels.activation_cast.triton_kernel`.
+# Elements of a block of the pass that writes high precision.
 _OUTPUT_BLOCK = 4096
 OUTPUT_WARPS = 8
 _UNALIGNED = ("scale_gate", "scale_up", "used_gate", "used_up", "gathered_gate", "gathered_up", "sums_gate", "sums_up")
@@ -200,16 +198,6 @@ _launch_cast = Launcher(gated_backward_cast_kernel)
 _launch_output = Launcher(gated_backward_output_kernel)
 
 
-class PreparedBackward(NamedTuple):
-    """A launch: of each gradient what it writes (codes, scale, codes_t, parts of sums), programs, and the arguments."""
-
-    outputs: tuple[Codes, Codes]
-    programs: Any
-    tensors: tuple[Tensor, ...]
-    numbers: tuple[Any, ...]
-    constants: tuple[Any, ...]
-
-
 def prepare_backward(
     grad: Tensor,
     gate: Tensor,
@@ -222,9 +210,10 @@ def prepare_backward(
     inf_to_nan: bool,
     column_sums: tuple[bool, bool],
     used: Pair | None,
-) -> PreparedBackward:
+) -> Prepared:
     """The launch of `gated_backward_cast_kernel` for matrices whose rows are contiguous.
 
+    Its outputs, of each gradient: codes, scale, codes_t, parts of the sums.
     used: what the scales are written to; None gives out the given ones.
     """
     rows, columns = gate.shape
@@ -252,7 +241,7 @@ def prepare_backward(
     )  # fmt: skip
     programs = tiles_tall * -(-padded_columns // _BLOCK_COLUMNS)
     numbers = (rows, columns, grad.stride(0), gate.stride(0), up.stride(0))
-    return PreparedBackward((of_gate, of_up), programs, tensors, numbers, constants)
+    return Prepared((of_gate, of_up), programs, tensors, numbers, constants)
 
 
 def gated_backward_cast_triton(
@@ -287,9 +276,7 @@ def gated_backward_cast_triton(
     )
 
 
-def prepare_backward_output(
-    grad: Tensor, gate: Tensor, up: Tensor, activation: str, dtype: torch.dtype
-) -> PreparedOutput:
+def prepare_backward_output(grad: Tensor, gate: Tensor, up: Tensor, activation: str, dtype: torch.dtype) -> Prepared:
     """The launch of `gated_backward_output_kernel` for matrices whose rows are contiguous: dgate, dup, their amaxes."""
     rows, columns = gate.shape
     width, partials = output_layout(rows, columns, _OUTPUT_BLOCK)
@@ -301,7 +288,7 @@ def prepare_backward_output(
     )
     numbers = (rows, columns, grad.stride(0), gate.stride(0), up.stride(0))
     constants = (activation, INTERPRETED, _OUTPUT_BLOCK, width, partials)
-    return PreparedOutput(outputs, partials, (grad, gate, up, *outputs), numbers, constants)
+    return Prepared(outputs, partials, (grad, gate, up, *outputs), numbers, constants)
 
 
 def gated_backward_output_triton(

@@ -7,8 +7,6 @@ whose gated kinds have the two in one matrix.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from octavo.formats import Format
 from octavo.kernels.activation_cast.triton_functions import activated
+from octavo.kernels.activation_cast.triton_kernel import Prepared, output_layout
 from octavo.kernels.amax.triton_kernel import finite_magnitude
 from octavo.kernels.codes import CODE_DTYPES
 from octavo.kernels.launcher import Launcher
@@ -36,11 +35,9 @@ from octavo.kernels.tile import (
 _BLOCK_ROWS = 64
 _BLOCK_COLUMNS = 64
 WARPS = 4
-# Of the pass that writes high precision: elements of a block, and at most so many programs, as `partial_amax` has.
+# Elements of a block of the pass that writes high precision.
 _OUTPUT_BLOCK = 8192
-_OUTPUT_WIDTH = 256
 OUTPUT_WARPS = 8
-_MOST_PARTIALS = 256
 
 
 @triton.jit(do_not_specialize=("rows",), do_not_specialize_on_alignment=("scale", "scale_used", "gathered"))
@@ -135,16 +132,6 @@ _launch_cast = Launcher(gated_cast_kernel)
 _launch_output = Launcher(gated_output_kernel)
 
 
-class PreparedCast(NamedTuple):
-    """A launch: what it writes (codes, scale, codes_t), how many programs, and the arguments in three parts."""
-
-    outputs: tuple[Tensor | None, Tensor, Tensor | None]
-    programs: Any
-    tensors: tuple[Tensor, ...]
-    numbers: tuple[Any, ...]
-    constants: tuple[Any, ...]
-
-
 def prepare_cast(
     gate: Tensor,
     up: Tensor,
@@ -156,8 +143,8 @@ def prepare_cast(
     rowwise: bool,
     columnwise: bool,
     used: Tensor | None,
-) -> PreparedCast:
-    """The launch of `gated_cast_kernel` for matrices whose rows are contiguous.
+) -> Prepared:
+    """The launch of `gated_cast_kernel` for matrices whose rows are contiguous: codes, scale, codes_t.
 
     used: what the scale is written to; None gives out the given one.
     """
@@ -183,7 +170,7 @@ def prepare_cast(
     )  # fmt: skip
     programs = -(-padded_rows // _BLOCK_ROWS) * -(-padded_columns // _BLOCK_COLUMNS)
     numbers = (rows, columns, gate.stride(0), up.stride(0))
-    return PreparedCast((codes, given_out, codes_t), programs, tensors, numbers, constants)
+    return Prepared((codes, given_out, codes_t), programs, tensors, numbers, constants)
 
 
 def gated_cast_triton(
@@ -208,37 +195,18 @@ def gated_cast_triton(
     call = prepare_cast(gate, up, activation, format, scale, through, gathered, rowwise, columnwise, used)
     key = (key_of(gate, up), key_of_numbers(*call.numbers), format.name, call.constants)
     _launch_cast(call.programs, key, call.tensors, call.numbers, call.constants, WARPS)
-    return call.outputs
+    codes, scale, codes_t = call.outputs
+    return codes, scale, codes_t
 
 
-class PreparedOutput(NamedTuple):
-    """A launch: what it writes, how many programs, and the arguments in three parts."""
-
-    outputs: tuple[Tensor, ...]
-    programs: int
-    tensors: tuple[Tensor, ...]
-    numbers: tuple[Any, ...]
-    constants: tuple[Any, ...]
-
-
-def output_layout(rows: Any, columns: int, block: int) -> tuple[int, int]:
-    """(columns of a block of `block` elements, programs) of a pass that writes high precision with its amax."""
-    width = min(_OUTPUT_WIDTH, triton.next_power_of_2(columns))
-    # Of a traced number of rows nothing is asked: each answer would be a graph of its own.
-    if not isinstance(rows, int):
-        return width, _MOST_PARTIALS
-    tiles = -(-rows // (block // width)) * -(-columns // width)
-    return width, min(_MOST_PARTIALS, triton.next_power_of_2(tiles))
-
-
-def prepare_output(gate: Tensor, up: Tensor, activation: str, dtype: torch.dtype) -> PreparedOutput:
+def prepare_output(gate: Tensor, up: Tensor, activation: str, dtype: torch.dtype) -> Prepared:
     """The launch of `gated_output_kernel` for matrices whose rows are contiguous: output, amaxes."""
     rows, columns = gate.shape
     width, partials = output_layout(rows, columns, _OUTPUT_BLOCK)
     output, amaxes = gate.new_empty((rows, columns), dtype=dtype), gate.new_empty(partials, dtype=torch.float32)
     numbers = (rows, columns, gate.stride(0), up.stride(0))
     constants = (activation, INTERPRETED, _OUTPUT_BLOCK, width, partials)
-    return PreparedOutput((output, amaxes), partials, (gate, up, output, amaxes), numbers, constants)
+    return Prepared((output, amaxes), partials, (gate, up, output, amaxes), numbers, constants)
 
 
 def gated_output_triton(gate: Tensor, up: Tensor, activation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

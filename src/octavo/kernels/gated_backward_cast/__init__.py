@@ -8,7 +8,7 @@
 grad, gate and up are matrices [M, K]. The two gradients have a scale each, since they belong to two linear layers;
 `octavo.kernels.activation_backward_cast` takes gate and up as halves of one matrix, with one scale. M' and K' are M and
 K rounded up to a multiple of 16; what is added is zero. Bytes moved an element in bf16: 6 read and 4 written; a
-backward of the product and of the activation, and two casts, read 14 and write 10. With current scaling, where scales
+backward of the product and of the activation, and two casts, read 16 and write 10. With current scaling, where scales
 come from the results, `gated_backward_output` writes these with their amaxes, so that only the casts are left.
 
 How far the twin is from the reference, `octavo.kernels.activation_cast` says.

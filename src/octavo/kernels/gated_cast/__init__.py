@@ -6,7 +6,7 @@
 
 gate and up are matrices [M, K] of their own, as the two linear layers of a gated MLP give them, each with its scales;
 `octavo.kernels.activation_cast` takes the two as halves of one matrix, and gives the same codes. M' and K' are M and K
-rounded up to a multiple of 16; what is added is zero. Bytes moved an element in bf16: 4 read and 2 written, against 6
+rounded up to a multiple of 16; what is added is zero. Bytes moved an element in bf16: 4 read and 2 written, against 8
 read and 6 written of an activation, a product and a cast. With current scaling, where the scale comes from the result,
 `gated_output` writes it with its amax, so that only the cast is left.
 

@@ -128,3 +128,46 @@ def _octavos(child: Any, norm: Any) -> nn.Module:
     if norm.normalization == "LayerNorm":
         own.bias = child.bias
     return own.train(child.training)
+
+
+def llama(layers: int = 1, **options: Any) -> nn.Module:
+    return decoder("Llama", layers, **options)
+
+
+class Mlp(nn.Module):
+    """As timm has it."""
+
+    __module__ = "timm.layers.mlp"
+
+    def __init__(self, drop: float = 0.0, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.fc1, self.act, self.drop1 = nn.Linear(32, 64), nn.GELU(), nn.Dropout(drop)
+        self.norm = norm or nn.Identity()
+        self.fc2, self.drop2 = nn.Linear(64, 32), nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc1(x)
+        x = self.act(x)
+        x = self.drop1(x)
+        x = self.norm(x)
+        x = self.fc2(x)
+        return self.drop2(x)
+
+
+class Block(nn.Module):
+    """As timm has it, without attention."""
+
+    __module__ = "timm.models.vision_transformer"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.norm2, self.mlp = nn.LayerNorm(32, eps=1e-6), Mlp(**options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm2(x))
+
+
+def not_fused(report: octavo.ConversionReport, ending: str) -> str:
+    """The reason of the one structure whose name ends so."""
+    [reason] = [one.reason for one in report.unfused if one.name.endswith(ending)]
+    return reason

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from tests.conversion.known_models import MODELS, bert, decoder, gpt2, logits, loss_of, timm_vit, with_octavos_parts
+from tests.conversion.known_models import (
+    MODELS,
+    Block,
+    bert,
+    gpt2,
+    llama,
+    logits,
+    loss_of,
+    not_fused,
+    timm_vit,
+    with_octavos_parts,
+)
 from torch import Tensor, nn
 
 import octavo
@@ -20,18 +30,6 @@ transformers = pytest.importorskip("transformers")
 BF16 = torch.bfloat16
 # Of each layer: normalisations that cast ahead, MLPs, and normalisations that are left alone.
 STRUCTURES = dict.fromkeys(MODELS, (2, 1, 0)) | {"BERT": (0, 1, 2)}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def llama(layers: int = 1, **options: Any) -> nn.Module:
-    return decoder("Llama", layers, **options)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -112,39 +110,6 @@ def test_twenty_steps_train_as_in_bf16(name: str) -> None:
     assert losses["bf16"][0] - losses["bf16"][-1] > 0.3, losses
     for a, b in zip(losses["bf16"], losses["fp8"], strict=True):
         assert abs(a - b) <= 0.01 + 0.05 * (losses["bf16"][0] - a), losses
-
-
-class Mlp(nn.Module):
-    """As timm has it."""
-
-    __module__ = "timm.layers.mlp"
-
-    def __init__(self, drop: float = 0.0, norm: nn.Module | None = None) -> None:
-        super().__init__()
-        self.fc1, self.act, self.drop1 = nn.Linear(32, 64), nn.GELU(), nn.Dropout(drop)
-        self.norm = norm or nn.Identity()
-        self.fc2, self.drop2 = nn.Linear(64, 32), nn.Dropout(drop)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.fc1(x)
-        x = self.act(x)
-        x = self.drop1(x)
-        x = self.norm(x)
-        x = self.fc2(x)
-        return self.drop2(x)
-
-
-class Block(nn.Module):
-    """As timm has it, without attention."""
-
-    __module__ = "timm.models.vision_transformer"
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.norm2, self.mlp = nn.LayerNorm(32, eps=1e-6), Mlp(**options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.norm2(x))
 
 
 def test_a_block_laid_out_as_timms() -> None:
@@ -339,127 +304,6 @@ def test_a_block_compiles_in_one_graph(name: str, recipe: Recipe) -> None:
             octavo.update_scales(one_of)
 
 
-# What is left alone.
-
-
-def not_fused(report: octavo.ConversionReport, ending: str) -> str:
-    """The reason of the one structure whose name ends so."""
-    [reason] = [one.reason for one in report.unfused if one.name.endswith(ending)]
-    return reason
-
-
-def test_subclasses_and_strangers_are_left_alone() -> None:
-    from transformers.models.llama.modeling_llama import LlamaMLP
-
-    class Doubled(LlamaMLP):
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * super().forward(x)
-
-    class Stranger(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc1, self.fc2, self.act = nn.Linear(32, 64), nn.Linear(64, 32), nn.GELU()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc2(self.act(self.fc1(x)) + 1)
-
-    model: Any = llama(2)
-    model.model.layers[0].mlp.__class__ = Doubled
-    model.stranger = Stranger()
-    report = octavo.convert(model)
-    assert not_fused(report, "layers.0.mlp") == "the forward of Doubled is not known"
-    assert not_fused(report, "stranger") == "the forward of Stranger is not known"
-    assert type(model.model.layers[0].mlp) is Doubled
-    assert len(report.fused) == 5
-    assert "not fused: Doubled with gate_proj, up_proj" in str(report)
-    assert "fused: LlamaRMSNorm with q_proj, k_proj, v_proj, model.layers.0.input_layernorm and 1 more" in str(report)
-
-
-def test_another_version_of_a_forward_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.llama import modeling_llama
-
-    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
-    reason = not_fused(octavo.convert(llama()), "mlp")
-    assert reason == ("LlamaMLP.forward reads down_proj, up_proj, where down_proj, act_fn, gate_proj, up_proj is known")
-
-
-def test_what_stays_in_high_precision_and_what_is_not_known_is_named() -> None:
-    report = octavo.convert(llama(), exclude=["down_proj", "[qkv]_proj"])
-    assert not_fused(report, "mlp") == "down_proj stays in high precision"
-    assert not_fused(report, "input_layernorm") == "what follows (q_proj, k_proj, v_proj) stays in high precision"
-    assert [one.name for one in report.fused] == ["model.layers.0.post_attention_layernorm"]
-    assert not_fused(octavo.convert(llama(hidden_act="mish")), "mlp") == "the activation MishActivation is not known"
-    model: Any = llama()
-    model.model.layers[0].input_layernorm = nn.RMSNorm(32)  # its eps is None: that of the dtype
-    assert not_fused(octavo.convert(model), "input_layernorm") == "the normalisation RMSNorm is not known"
-    assert "the residual as well" in not_fused(octavo.convert(bert(1)), "attention.output.LayerNorm")
-
-
-def test_what_somebody_listens_to_runs_by_itself() -> None:
-    model: Any = llama()
-    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: None)
-    report = octavo.convert(model)
-    assert not_fused(report, "mlp") == "a hook listens to act_fn, or its forward was replaced"
-
-
-def test_a_hook_that_comes_later_is_called_and_changes_no_more_than_the_order() -> None:
-    model: Any = llama()
-    octavo.convert(model, CurrentScaling())
-    unfused = copy.deepcopy(model)
-    octavo.convert(unfused, CurrentScaling(), fuse=False)
-    mlp = model.model.layers[0].mlp
-    x = torch.randn(2, 5, 32)
-    seen = []
-    handle = mlp.down_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
-    assert torch.equal(mlp(x), unfused.model.layers[0].mlp(x))
-    assert seen == [(2, 5, 64)]
-    handle.remove()
-    mlp(x)
-    assert len(seen) == 1
-
-
-def test_a_layer_that_is_replaced_later_is_called() -> None:
-    model: Any = llama()
-    octavo.convert(model, CurrentScaling())
-    layer = model.model.layers[0]
-    layer.mlp.gate_proj, layer.self_attn.q_proj = nn.Linear(32, 64), nn.Linear(32, 32)
-    with octavo.count_gemms() as counted:
-        loss_of(model).backward()
-    assert "model.layers.0.mlp.up_proj" in counted.by_layer()
-    assert layer.mlp.gate_proj.weight.grad is not None
-    assert layer.self_attn.q_proj.weight.grad is not None
-
-
-def telling(names: set[tuple[str, str]], name: str) -> Any:
-    """An observer that notes each operand, which must not come twice."""
-
-    def observer(operand: str, quantizer: Any) -> Any:
-        def watched(*arguments: Any, **options: Any) -> Any:
-            assert (name, operand) not in names
-            names.add((name, operand))
-            return quantizer(*arguments, **options)
-
-        return watched
-
-    return observer
-
-
-def test_a_watched_model_shows_every_operand_once() -> None:
-    model, separate = llama(), llama()
-    octavo.convert(model, DelayedScaling())
-    octavo.convert(separate, DelayedScaling(), fuse=False)
-    seen: list[set[tuple[str, str]]] = []
-    for one in (model, separate):
-        names: set[tuple[str, str]] = set()
-        for name, layer in one.named_modules():
-            if isinstance(layer, octavo.Linear):
-                layer.observer = telling(names, name)
-        loss_of(one).backward()
-        seen.append(names)
-    assert seen[0] == seen[1]
-    assert len(seen[0]) == 3 * 8
-
-
 # What it is for.
 
 
@@ -505,38 +349,3 @@ def test_less_is_kept_for_the_backward() -> None:
         y.sum().backward()
     # gate and up 4 F, codes of a F, of x K; one by one f(gate) 2 F besides. F = 64, K = 32.
     assert kept[False] - kept[True] >= 512 * 2 * 64
-
-
-# The argument.
-
-
-def test_fuse_false_turns_structures_back_and_a_dry_run_changes_nothing() -> None:
-    model: Any = llama()
-    kinds = [type(module) for module in model.modules()]
-    report = octavo.convert(model, dry_run=True)
-    assert len(report.fused) == 3
-    assert [type(module) for module in model.modules()] == kinds
-    octavo.convert(model)
-    again = octavo.convert(model)
-    assert (len(again.fused), len(again.unfused)) == (3, 0)
-    back = octavo.convert(model, fuse=False)
-    assert {one.reason for one in back.unfused} == {"fuse=False"}
-    assert type(model.model.layers[0].mlp) is type(llama().model.layers[0].mlp)  # type: ignore[union-attr,index]
-    with pytest.raises(ValueError, match="fuse is 'yes': it must be True or False"):
-        octavo.convert(model, fuse="yes")  # type: ignore[arg-type]
-
-
-def test_a_layer_excluded_from_a_second_conversion_stays_fused_as_it_stays_converted() -> None:
-    model = llama()
-    octavo.convert(model)
-    assert len(octavo.convert(model, exclude="down_proj").fused) == 3
-
-
-def test_what_is_frozen_runs_by_itself() -> None:
-    from octavo.inference import freeze
-
-    model: Any = llama()
-    octavo.convert(model)
-    freeze(model, "row", exclude="lm_head")
-    assert type(model.model.layers[0].mlp).__name__ == "LlamaMLP"
-    assert FOLLOWERS not in model.model.layers[0].input_layernorm.__dict__

@@ -1,0 +1,161 @@
+"""What `convert` leaves as it is, or runs one by one after all, and why."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tests.conversion.known_models import bert, llama, loss_of, not_fused
+from torch import Tensor, nn
+
+import octavo
+from octavo.conversion.casting_norm import FOLLOWERS
+from octavo.recipes import CurrentScaling, DelayedScaling
+
+pytest.importorskip("transformers")
+
+
+def test_subclasses_and_strangers_are_left_alone() -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    class Doubled(LlamaMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    class Stranger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2, self.act = nn.Linear(32, 64), nn.Linear(64, 32), nn.GELU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc2(self.act(self.fc1(x)) + 1)
+
+    model: Any = llama(2)
+    model.model.layers[0].mlp.__class__ = Doubled
+    model.stranger = Stranger()
+    report = octavo.convert(model)
+    assert not_fused(report, "layers.0.mlp") == "the forward of Doubled is not known"
+    assert not_fused(report, "stranger") == "the forward of Stranger is not known"
+    assert type(model.model.layers[0].mlp) is Doubled
+    assert len(report.fused) == 5
+    assert "not fused: Doubled with gate_proj, up_proj" in str(report)
+    assert "fused: LlamaRMSNorm with q_proj, k_proj, v_proj, model.layers.0.input_layernorm and 1 more" in str(report)
+
+
+def test_another_version_of_a_forward_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+    reason = not_fused(octavo.convert(llama()), "mlp")
+    assert reason == ("LlamaMLP.forward reads down_proj, up_proj, where down_proj, act_fn, gate_proj, up_proj is known")
+
+
+def test_what_stays_in_high_precision_and_what_is_not_known_is_named() -> None:
+    report = octavo.convert(llama(), exclude=["down_proj", "[qkv]_proj"])
+    assert not_fused(report, "mlp") == "down_proj stays in high precision"
+    assert not_fused(report, "input_layernorm") == "what follows (q_proj, k_proj, v_proj) stays in high precision"
+    assert [one.name for one in report.fused] == ["model.layers.0.post_attention_layernorm"]
+    assert not_fused(octavo.convert(llama(hidden_act="mish")), "mlp") == "the activation MishActivation is not known"
+    model: Any = llama()
+    model.model.layers[0].input_layernorm = nn.RMSNorm(32)  # its eps is None: that of the dtype
+    assert not_fused(octavo.convert(model), "input_layernorm") == "the normalisation RMSNorm is not known"
+    assert "the residual as well" in not_fused(octavo.convert(bert(1)), "attention.output.LayerNorm")
+
+
+def test_what_somebody_listens_to_runs_by_itself() -> None:
+    model: Any = llama()
+    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: None)
+    report = octavo.convert(model)
+    assert not_fused(report, "mlp") == "a hook listens to act_fn, or its forward was replaced"
+
+
+def test_a_hook_that_comes_later_is_called_and_changes_no_more_than_the_order() -> None:
+    model: Any = llama()
+    octavo.convert(model, CurrentScaling())
+    unfused = copy.deepcopy(model)
+    octavo.convert(unfused, CurrentScaling(), fuse=False)
+    mlp = model.model.layers[0].mlp
+    x = torch.randn(2, 5, 32)
+    seen = []
+    handle = mlp.down_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+    assert torch.equal(mlp(x), unfused.model.layers[0].mlp(x))
+    assert seen == [(2, 5, 64)]
+    handle.remove()
+    mlp(x)
+    assert len(seen) == 1
+
+
+def test_a_layer_that_is_replaced_later_is_called() -> None:
+    model: Any = llama()
+    octavo.convert(model, CurrentScaling())
+    layer = model.model.layers[0]
+    layer.mlp.gate_proj, layer.self_attn.q_proj = nn.Linear(32, 64), nn.Linear(32, 32)
+    with octavo.count_gemms() as counted:
+        loss_of(model).backward()
+    assert "model.layers.0.mlp.up_proj" in counted.by_layer()
+    assert layer.mlp.gate_proj.weight.grad is not None
+    assert layer.self_attn.q_proj.weight.grad is not None
+
+
+def telling(names: set[tuple[str, str]], name: str) -> Any:
+    """An observer that notes each operand, which must not come twice."""
+
+    def observer(operand: str, quantizer: Any) -> Any:
+        def watched(*arguments: Any, **options: Any) -> Any:
+            assert (name, operand) not in names
+            names.add((name, operand))
+            return quantizer(*arguments, **options)
+
+        return watched
+
+    return observer
+
+
+def test_a_watched_model_shows_every_operand_once() -> None:
+    model, separate = llama(), llama()
+    octavo.convert(model, DelayedScaling())
+    octavo.convert(separate, DelayedScaling(), fuse=False)
+    seen: list[set[tuple[str, str]]] = []
+    for one in (model, separate):
+        names: set[tuple[str, str]] = set()
+        for name, layer in one.named_modules():
+            if isinstance(layer, octavo.Linear):
+                layer.observer = telling(names, name)
+        loss_of(one).backward()
+        seen.append(names)
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == 3 * 8
+
+
+def test_fuse_false_turns_structures_back_and_a_dry_run_changes_nothing() -> None:
+    model: Any = llama()
+    kinds = [type(module) for module in model.modules()]
+    report = octavo.convert(model, dry_run=True)
+    assert len(report.fused) == 3
+    assert [type(module) for module in model.modules()] == kinds
+    octavo.convert(model)
+    again = octavo.convert(model)
+    assert (len(again.fused), len(again.unfused)) == (3, 0)
+    back = octavo.convert(model, fuse=False)
+    assert {one.reason for one in back.unfused} == {"fuse=False"}
+    assert type(model.model.layers[0].mlp) is type(llama().model.layers[0].mlp)  # type: ignore[union-attr,index]
+    with pytest.raises(ValueError, match="fuse is 'yes': it must be True or False"):
+        octavo.convert(model, fuse="yes")  # type: ignore[arg-type]
+
+
+def test_a_layer_excluded_from_a_second_conversion_stays_fused_as_it_stays_converted() -> None:
+    model = llama()
+    octavo.convert(model)
+    assert len(octavo.convert(model, exclude="down_proj").fused) == 3
+
+
+def test_what_is_frozen_runs_by_itself() -> None:
+    from octavo.inference import freeze
+
+    model: Any = llama()
+    octavo.convert(model)
+    freeze(model, "row", exclude="lm_head")
+    assert type(model.model.layers[0].mlp).__name__ == "LlamaMLP"
+    assert FOLLOWERS not in model.model.layers[0].input_layernorm.__dict__

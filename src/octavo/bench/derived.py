@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from octavo.bench.roofline import Ceilings, ceilings_of, linear_bytes, linear_floor_s, linear_flops
+from octavo.bench.serving_floors import floor_s
 from octavo.conversion.gain import expected_gain
 
 Row = dict[str, Any]
@@ -27,12 +28,15 @@ def restated(rows: Iterable[Row]) -> list[Row]:
     times = {
         (tuple(row["shape"]), row["rival"], row.get("method")): float(row["ms"]) for row in rows if _is_linear(row)
     }
+    served = {served_form(row): float(row["ms"]) for row in rows if _is_served(row) and row["rival"] == "bf16"}
     found = []
     for row in rows:
         if row["kind"] == "cast" and row.get("per_s") and ceilings.copy is not None:
             found.append(row | {"of_copy": row["per_s"] / ceilings.copy})
         elif _is_linear(row):
             found.append(row | linear_figures(row, ceilings, _beside(times, row)))
+        elif _is_served(row):
+            found.append(row | served_figures(row, ceilings, served.get(served_form(row))))
         else:
             found.append(row)
     return found
@@ -42,6 +46,30 @@ def _is_linear(row: Row) -> bool:
     """A Linear that was measured, and says of which shape it is and whose."""
     needed = ("shape", "rival", "library", "ms")
     return row["kind"] == "linear" and row.get("status") == "measured" and all(row.get(key) for key in needed)
+
+
+def _is_served(row: Row) -> bool:
+    """A figure of a served model that was measured."""
+    return row["kind"] == "inference" and row.get("status") == "measured" and bool(row.get("ms"))
+
+
+def served_form(row: Row) -> tuple[Any, ...]:
+    """What figures of served models are compared within: a model, a phase and how it is run and timed."""
+    return tuple(row.get(key) for key in ("model", "phase", "batch", "tokens", "graph", "method"))
+
+
+def served_figures(row: Row, ceilings: Ceilings, reference: float | None) -> Row:
+    """What follows for an `inference` row: its speed beside bf16, and its floor.
+
+    Args:
+        row: with ms, and what `octavo.bench.serving_floors` gave.
+        ceilings: of its run.
+        reference: ms of bf16 in the same form, or None.
+    """
+    figures: Row = {} if reference is None else {"speedup": reference / row["ms"]}
+    if (floor := floor_s(row, ceilings)) is not None:
+        figures["floor_ms"] = floor * 1e3
+    return figures
 
 
 def _beside(times: dict[tuple[tuple[int, ...], str, Any], float], row: Row) -> Callable[[str], float | None]:

@@ -13,6 +13,7 @@ from octavo.bench.cases.article import measure_article
 from octavo.bench.cases.cast_transpose import measure_casts
 from octavo.bench.cases.ceilings import measure_ceilings
 from octavo.bench.cases.host import measure_host
+from octavo.bench.cases.inference import measure_inference
 from octavo.bench.cases.layers import measure_layers
 from octavo.bench.cases.linear import measure_linears
 from octavo.bench.cases.steps import measure_steps
@@ -26,7 +27,7 @@ from octavo.bench.timing import Timer
 
 # How the time is shared out, when there is a limit.
 WEIGHTS = {"ceilings": 15.0, "casts": 20.0, "linear": 130.0, "host": 40.0, "steps": 260.0}
-WEIGHTS |= {"layers": 90.0, "article": 150.0}
+WEIGHTS |= {"layers": 90.0, "inference": 150.0, "article": 150.0}
 CASES: dict[str, Callable[[Session], None]] = {
     "ceilings": measure_ceilings,
     "casts": measure_casts,
@@ -34,6 +35,7 @@ CASES: dict[str, Callable[[Session], None]] = {
     "host": measure_host,
     "steps": measure_steps,
     "layers": measure_layers,
+    "inference": measure_inference,
     "article": measure_article,
 }
 

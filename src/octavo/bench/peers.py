@@ -169,3 +169,29 @@ def convert_for_torchao(model: nn.Module, recipe: str) -> int:
         module_filter_fn=lambda module, name: name in names,
     )
     return len(names)
+
+
+def serve_with_torchao(model: nn.Module, recipe: str) -> int:
+    """Give a model's Linears torchao's FP8 weights and dynamic FP8 activations, in place -> how many.
+
+    Args:
+        model: to serve.
+        recipe: "tensorwise" or "rowwise", what an activation and a weight have one scale for.
+    """
+    torchao: Any = importlib.import_module("torchao.quantization")
+    names = {name for name, module in model.named_modules() if is_taken(name, module)}
+    granularity = {"tensorwise": torchao.PerTensor, "rowwise": torchao.PerRow}[recipe]
+    config = torchao.Float8DynamicActivationFloat8WeightConfig(granularity=granularity())
+    torchao.quantize_(model, config, filter_fn=lambda module, name: name in names)
+    return len(names)
+
+
+def serve_with_te(model: nn.Module, recipe: str) -> tuple[int, Context]:
+    """Put Transformer Engine's Linears with FP8 weights into a model -> how many, and the context to run it in."""
+    engine: Any = importlib.import_module("transformer_engine.pytorch")
+    made = te_recipe(recipe)
+    # Renamed as the context was.
+    initialised = getattr(engine, "quantized_model_init", None) or engine.fp8_model_init
+    with initialised(enabled=True, recipe=made):
+        layers = swap_for_te(model)
+    return layers, te_context(made)

@@ -9,9 +9,10 @@ import torch
 
 from octavo.bench.variants import parse_variant
 
-SECTIONS = ("ceilings", "casts", "linear", "host", "steps", "layers", "article")
-# What takes minutes of its own is asked for by name: twenty TransformerLayers a shape, the article's batch sizes.
-DEFAULT_SECTIONS = SECTIONS[:-2]
+SECTIONS = ("ceilings", "casts", "linear", "host", "steps", "layers", "inference", "article")
+# What takes minutes of its own is asked for by name: twenty TransformerLayers a shape, served models, the article's
+# batch sizes.
+DEFAULT_SECTIONS = SECTIONS[:-3]
 MODELS = ("vit", "llama", "gpt2", "vit-layers")
 DEFAULT_MODELS = MODELS[:-1]
 RECORD = "record.jsonl"
@@ -24,7 +25,7 @@ class BenchSettings:
     Attributes:
         out: the folder of the record and the page.
         only: sections, of SECTIONS.
-        models: of the steps, of MODELS.
+        models: of the steps, of MODELS; those of them that are served, too.
         variants: of the steps, such as "octavo-delayed-compiled"; None for those of the device.
         quick: fewer shapes, rounds and steps.
         time_limit_s: what does not fit is left out, and the record says so.

@@ -56,6 +56,9 @@ LAYERS: tuple[LayerShape, ...] = (
 # From the least that no cache holds. One of 1 GiB was seen to be copied at two thirds of the others' rate.
 COPIES = tuple(size << 20 for size in (64, 128, 192, 256, 320, 384, 512))
 
+# Products by whose rates the floors of serving are reckoned: those of the Llama layers, and of GPT-2's small matrices.
+SERVING_PRODUCTS: tuple[Shape, ...] = ((16384, 4096, 14336), (8192, 768, 3072))
+
 FULL = Shapes(
     matmuls=(
         (2048, 2048, 2048),

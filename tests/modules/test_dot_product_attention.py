@@ -254,7 +254,9 @@ def test_the_layer_says_how_it_computes() -> None:
         DotProductAttention(H, D, G).way(q, k, v) == "scaled_dot_product_attention, by the kernel that torch has on cpu"
     )
     windowed = DotProductAttention(H, D, G, window_size=(2, 0), fp8_attention=True)
-    assert windowed.way(q, k, v).endswith("with a mask tensor (cpu: varlen_attn is for CUDA), FP8 operands emulated")
+    said = windowed.way(q, k, v)
+    assert "with a mask tensor (cpu: varlen_attn is for CUDA), FP8 operands emulated (heads of 16" in said
+    assert said.endswith("a sliding window)")
     padded = DotProductAttention(H, D, G, attn_mask_type="padding")
     mask = torch.zeros(5, 33, dtype=torch.bool)
     said = padded.way(q, k, v, attention_mask=mask)

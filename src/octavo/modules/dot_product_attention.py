@@ -4,8 +4,9 @@
     q [B, S, H, D], k, v [B, S, G, D] -> o [B, S, H D]          "bshd"
     q [T, H, D],    k, v [T, G, D]    -> o [T, H D]             "thd": sequences of any lengths, one after the other
 
-Query head h reads head h // (H / G) of k and v. In bf16, fp16 or fp32 by torch's scaled_dot_product_attention; FP8
-operands are an option, emulated. The layer has no parameters.
+Query head h reads head h // (H / G) of k and v. In bf16, fp16 or fp32 by torch's scaled_dot_product_attention; FP8 is
+an option: both products on FP8 units where the kernel can do it, operands that are cast and decoded again elsewhere.
+The layer has no parameters.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from octavo.functional.attention_mask import MaskRules, Valid, alibi_slopes, mas
 from octavo.functional.attention_operands import as_fp8_operand
 from octavo.functional.attention_packed import Packing, packed_attention, padded_attention, unpadded_attention
 from octavo.functional.attention_way import attention_way
+from octavo.functional.fp8_attention import fp8_attention, fp8_layer_reasons, fp8_reasons, fp8_way
 from octavo.runtime import checkpoint
 
 QKV_FORMATS = ("sbhd", "bshd", "thd")
@@ -79,7 +81,9 @@ class DotProductAttention(nn.Module):
             "padding_causal_bottom_right" or "arbitrary".
         window_size: (left, right), how many keys a query sees to either side of its own; -1: all.
         softmax_scale: of the products; 1 / sqrt(features of a key) if None.
-        fp8_attention: queries, keys and values are cast to E4M3 by block and decoded again (emulated: no faster).
+        fp8_attention: queries, keys, values and probabilities in E4M3, both products on FP8 units, where a call allows
+            it (heads of 64 or 128 features, bf16 or fp16, no mask or a causal one); elsewhere queries, keys and values
+            are cast to E4M3 and decoded again (emulated: no faster). `way` says which, and why.
 
     Raises:
         ValueError: heads that do not group, an unknown format or mask type, a window that contradicts the type.
@@ -151,7 +155,9 @@ class DotProductAttention(nn.Module):
         q, k, v = (_heads_first(x, layout) for x in (query_layer, key_layer, value_layer))
         valid = _valid(call, setup.rules, q, k)
         extras = self._extras(call, setup, slopes, q, k)
-        if valid is None:
+        if self.fp8_attention and valid is None and not self._fp8_reasons((q, k, v), setup, extras, after_cache):
+            out = self._run(lambda q, k, v: fp8_attention(q, k, v, setup), (q, k, v), call, casts=False)
+        elif valid is None:
             out = self._run(lambda q, k, v: unpadded_attention(q, k, v, setup, extras), (q, k, v), call)
         else:
             out = self._run(lambda q, k, v: padded_attention(q, k, v, setup, valid, extras), (q, k, v), call)
@@ -166,20 +172,35 @@ class DotProductAttention(nn.Module):
         operands = (query_layer, key_layer, value_layer)
         if self.qkv_format == "thd":
             packing = packing_of(call, setup.rules, query_layer.shape[0], key_layer.shape[0])
-            said = attention_way(*operands, setup, Extras(slopes=slopes), packing)
+            said, reasons = attention_way(*operands, setup, Extras(slopes=slopes), packing), ["qkv_format='thd'"]
         else:
             q, k, v = (_heads_first(x, self.qkv_format) for x in operands)
             extras = self._extras(call, setup, slopes, q, k)
             valid = _valid(call, setup.rules, q, k)
             same = valid is None or valid.queries is valid.keys
             said = attention_way(q, k, v, setup, extras, same_lengths=same)
-        return f"{said}, FP8 operands emulated" if self.fp8_attention else said
+            reasons = self._fp8_reasons((q, k, v), setup, extras)
+        if not self.fp8_attention:
+            return said
+        return f"{said}, FP8 operands emulated ({'; '.join(reasons)})" if reasons else fp8_way(query_layer)
+
+    def _fp8_reasons(
+        self, operands: tuple[Tensor, Tensor, Tensor], setup: Attention, extras: Extras, after_cache: bool = False
+    ) -> list[str]:
+        """Why products are not on FP8 units; a cache would be cast as a whole at every step."""
+        return ["keys from a cache"] if after_cache else fp8_reasons(*operands, setup, extras)
 
     def _run(
-        self, attend: Callable[..., Tensor], operands: tuple[Tensor, Tensor, Tensor], call: AttentionCall
+        self,
+        attend: Callable[..., Tensor],
+        operands: tuple[Tensor, Tensor, Tensor],
+        call: AttentionCall,
+        casts: bool = True,
     ) -> Tensor:
+        """`casts`: FP8 is what becomes of the operands; else `attend` sees to it."""
+
         def attend_to_codes(*operands: Tensor) -> Tensor:
-            return attend(*(as_fp8_operand(x) for x in operands)) if self.fp8_attention else attend(*operands)
+            return attend(*(as_fp8_operand(x) for x in operands)) if casts and self.fp8_attention else attend(*operands)
 
         if call.get("checkpoint_core_attention"):
             out: Tensor = checkpoint(attend_to_codes, *operands)
@@ -266,7 +287,10 @@ class DotProductAttention(nn.Module):
         shown = f"heads={self.num_attention_heads}, kv_heads={self.num_gqa_groups}, channels={self.key_channels}"
         shown += f", {self.qkv_format}, {self.rules.mask_type}"
         shown += "" if self.window_size is None else f", window_size={self.window_size}"
-        return shown + (", FP8 operands (emulated)" if self.fp8_attention else "")
+        if not self.fp8_attention:
+            return shown
+        emulated = fp8_layer_reasons(self.key_channels, self.value_channels, self.rules)
+        return shown + (", FP8 operands (emulated)" if emulated or self.qkv_format == "thd" else ", FP8 products")
 
 
 def check_groups(num_heads: int, num_groups: int) -> None:

@@ -35,6 +35,9 @@ PROTOCOL = {
     "layers": "forward and backward of one TransformerLayer, bf16 parameters, causal, no dropout; wall: calls in a row"
     " until the device is done; host: until they return, the queue empty before; memory: of the layer, its gradients"
     " and a step, since the layer was built",
+    "inference": "random weights, greedy, StaticCache; prefill: replay of a CUDA graph, keys and values kept, the head"
+    " for the last token; decode: a graph a token, many in a row; first token: host's clock, from prompts in the host's"
+    " memory to the token there; loading: from safetensors in the page cache; memory: weights, cache and a call",
 }
 
 

@@ -22,8 +22,8 @@ def joined_records(paths: Sequence[Path]) -> list[Row]:
     """The rows of records of one device, sections of different runs put together.
 
     A section comes from one record as a whole, so that no ratio spans two runs: from the last one that has it. Steps
-    are a section for each model, and so is each kind of ceiling. What follows from ceilings, shares and targets, is
-    computed anew from those of the row's own record.
+    and served models are a section for each model, and so is each kind of ceiling. What follows from ceilings, shares
+    and targets, is computed anew from those of the row's own record.
 
     Args:
         paths: of the files, or of the folders that they are in.
@@ -66,5 +66,5 @@ def _is_figure(row: Row) -> bool:
 
 
 def _part(row: Row) -> tuple[str, str]:
-    parted_by = {"step": "model", "ceiling": "name"}.get(row["kind"])
+    parted_by = {"step": "model", "inference": "model", "ceiling": "name"}.get(row["kind"])
     return row["kind"], str(row.get(parted_by)) if parted_by else ""

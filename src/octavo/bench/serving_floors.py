@@ -7,8 +7,8 @@
         casts            B S (sum of K) * (2 reads + 1) bytes: activations are read once, or twice where their scale is
                          measured, and written in 8 bits
     one token each of B sequences, C tokens in the cache
-        bytes            weights of the linear layers in their 8 or 16 bits and the head's in 16, once for all sequences;
-                         keys and values of C tokens, 4 B C kv_width a layer
+        bytes            weights of the linear layers in their 8 or 16 bits and the head's in 16, once for all
+                         sequences; keys and values of C tokens, 4 B C kv_width a layer
 
 Norms, activations, residuals and rotary embeddings are left out: they are the same for all, and no part of the floor.
 """

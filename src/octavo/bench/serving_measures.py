@@ -5,6 +5,8 @@
     first token    by the host's clock: from prompts in the host's memory to the token there
     loading        from a safetensors file, written beforehand and so in the page cache, until the weights are in the
                    model on its device
+
+Figures of two methods are never compared.
 """
 
 from __future__ import annotations

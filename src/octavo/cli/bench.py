@@ -33,7 +33,8 @@ _FIGURES = (
 OnlyOption = Annotated[
     str | None,
     typer.Option(
-        help=f"Sections, by comma: {', '.join(SECTIONS)}. Default: all but layers and article, which take minutes."
+        help=f"Sections, by comma: {', '.join(SECTIONS)}. Default: all but layers, inference and article, which take"
+        " minutes."
     ),
 ]
 ModelsOption = Annotated[
@@ -169,14 +170,23 @@ def said_of(row: dict[str, Any]) -> str:
     kind, status = row["kind"], row.get("status")
     if kind == "section":
         return f"{row['name']} {status} in {row['seconds']:.1f} s" + (f": {row['reason']}" if row["reason"] else "")
-    if kind not in ("ceiling", "cast", "linear", "host", "step", "article_step", "batch_limit"):
+    if kind not in ("ceiling", "cast", "linear", "host", "step", "inference", "article_step", "batch_limit"):
         return ""
     shape = " x ".join(str(extent) for extent in row.get("shape", ()))
     name = row.get("rival") or row.get("name")
-    about = " ".join(str(part) for part in (kind, row.get("model"), shape, name, row.get("pass")) if part)
+    parts = (kind, row.get("model"), shape, *_served(row), name, row.get("pass"))
+    about = " ".join(str(part) for part in parts if part)
     if status != "measured":
         return f"{about} {status}: {row['reason']}"
     words = [form.format(row[key] * factor) for key, form, factor in _FIGURES if isinstance(row.get(key), (int, float))]
     if kind == "ceiling":
         words.append(f"{row['per_s'] / 1e12:.4g} T{row['unit']}")
     return f"{about}: {', '.join(words)}"
+
+
+def _served(row: dict[str, Any]) -> tuple[str, ...]:
+    """The phase of a served model, how many sequences of how many tokens, and whether it is replayed."""
+    if not row.get("phase"):
+        return ()
+    size = f"{row['batch']} x {row['tokens']}" if row["tokens"] else ""
+    return row["phase"], size, row["graph"]

@@ -16,7 +16,12 @@ _PLAIN = {
     "copy": "copy",
     "copy again": "copy, again",
 }
-_RECIPES = {"rowwise": "row-wise", "tensorwise": "tensor-wise"}
+_RECIPES = {
+    "rowwise": "row-wise",
+    "tensorwise": "tensor-wise",
+    "tensor_static": "tensor, static",
+    "tensor_dynamic": "tensor, dynamic",
+}
 _MODES = {
     "again": "again",
     "composed": "of torch's parts",
@@ -53,8 +58,8 @@ def look(key: str) -> Look:
     first, *rest = key.split("-")
     modes = [_MODES[part] for part in rest if part in _MODES]
     recipe = " ".join(_RECIPES.get(part, part) for part in rest if part not in _MODES)
-    if first == "bf16":
-        name, color = "BF16", "@ink"
+    if first in ("bf16", "fp16"):
+        name, color = first.upper(), "@ink"
     elif first in _LIBRARIES:
         name = f"{_LIBRARIES[first]} {recipe}".strip()
         color = {"te": "@grey", "torchao": "@orange"}.get(first) or method(recipe.replace("row-wise", "rowwise")).color

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 from octavo.report import bench_charts, bench_tables
+from octavo.report.bench_inference import inference_tables
 from octavo.report.bench_rivals import grouped, model_name
 from octavo.report.headline import BAD, GOOD, PLAIN, WITHOUT, Sentence, Tile
 from octavo.report.record import Record, Row, number, text
@@ -22,8 +23,11 @@ TERMS = [
     ("Emulated", "Computed with the same 8-bit values on a device without FP8 units. The time says nothing of FP8."),
     ("Graphed, captured", "Launched from a CUDA graph: forward and backward, or the whole step."),
     ("Host time", "How long the processor takes to launch the work. It decides where layers are small."),
+    ("Decoding", "Writing one token after another, each from the keys and values kept of those before."),
+    ("Floor", "The time of the products, casts and bytes of a call alone, at the run's ceilings: nothing is faster."),
     ("Peer", "Another library's FP8, measured in the same run: Transformer Engine (TE) or torchao."),
     ("p10 – p90", "Eight of ten samples lie in between. The median is what is compared."),
+    ("Prefill", "Reading a prompt as a whole, before the first token is written."),
     ("Row-wise, block scaling", "One scale a row, or a block of 128 values or 128 by 128 values."),
     ("Weight cached", "The weight's codes are those of the micro-batch before: it is cast once a step."),
 ]
@@ -150,6 +154,7 @@ def bench_sections(record: Record) -> list[Section]:
     linears = [bench_tables.linear_table(record, shape) for shape in grouped(record.all("linear"))]
     steps = _steps(record, "step")
     layers = [bench_tables.layers_table(record, shape) for shape in grouped(record.all("layer"))]
+    small = ", in a small form" if text(record.last("run"), "device") == "cpu" else ""
     absent = "The record has no rows of this: the section was not asked for, or the time limit left it out."
     return [
         _section("targets", "Targets", "Each within one run, by one method.", [],
@@ -166,6 +171,8 @@ def bench_sections(record: Record) -> list[Section]:
                  [bench_charts.steps_chart(record)], steps, absent),
         _section("layers", "TransformerLayers", "Wall time of forward and backward, causal, by itself and graphed.", [],
                  layers, "These layers take minutes of their own: --only layers."),
+        _section("inference", "Served models", "Prefill, decoding, the first token and loading, random weights.", [],
+                 inference_tables(record, small), "Served models take minutes of their own: --only inference."),
         _section("article", "A larger batch in the same memory", "ViT-Huge, as in the article that inspired it.", [],
                  [*_steps(record, "article_step"), bench_tables.batch_table(record)],
                  "This comparison takes minutes of its own: --only article."),

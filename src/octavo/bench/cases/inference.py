@@ -45,8 +45,23 @@ from octavo.bench.shapes import SERVING_PRODUCTS
 from octavo.bench.timing import interleaved
 
 MODELS = ("llama", "gpt2")
+
+
+class _Plan(NamedTuple):
+    """Prompts (sequences, tokens), sequences that are decoded, tokens of their cache, and steps in a row."""
+
+    prompts: tuple[tuple[int, int], ...]
+    decoded: tuple[int, ...]
+    cache: int
+    steps: int
+    eager_steps: int
+
+
+# An eager step is bound by the host and takes long: few of them in a row say as much.
+_ON_GPU = _Plan(((1, 2048), (8, 1024)), (1, 32), 512, 32, 2)
+_ON_CPU = _Plan(((1, 16),), (1, 2), 16, 4, 4)
 # How the time of the section is shared out among them.
-_WEIGHTS = {"llama": 3.0, "gpt2": 2.0}
+_WEIGHTS = {"llama": 2.0, "gpt2": 1.0}
 # About what it takes on an H200 to build a rival, or to measure a form of all of them.
 _BUILD_S, _FORM_S = 3.0, 4.0
 # To write and read the files of a model: of 4 GB in 16 bits, and of 0.25 GB.
@@ -92,25 +107,21 @@ def measure_inference(session: Session) -> None:
 
 def forms_of(session: Session, sizes: dict[str, int]) -> list[Form]:
     """What is taken of a model, of which no sequence may be longer than its positions."""
-    most = sizes["tokens"]
-    if session.on_gpu:
-        prompts, decoded, cache, steps = ((1, min(2048, most)), (8, min(1024, most))), (1, 32), min(512, most), 32
-    else:
-        prompts, decoded, cache, steps = ((1, most),), (1, 2), most, 4
-    filled = cache // 2
+    plan = _ON_GPU if session.on_gpu else _ON_CPU
+    few = 1 if session.settings.quick else None
+    prompts = [(batch, min(tokens, sizes["tokens"])) for batch, tokens in plan.prompts[:few]]
+    cache = min(plan.cache, sizes["tokens"])
 
-    def both(graph: str) -> tuple[list[Form], list[Form], Form]:
-        fewer = steps if graph or not session.on_gpu else steps // 4
+    def of(graph: str, steps: int) -> tuple[list[Form], list[Form], Form]:
         return (
             [Form(PREFILL, batch, tokens, graph) for batch, tokens in prompts],
-            [Form(DECODE, batch, filled, graph, cache, fewer) for batch in decoded],
+            [Form(DECODE, batch, cache // 2, graph, cache, steps) for batch in plan.decoded[:few]],
             Form(FIRST_TOKEN, *prompts[0], graph),
         )
 
-    prefills, decodes, first = both(REPLAYED)
-    eager_prefills, eager_decodes, eager_first = both("")
-    loading = Form(LOADING)
-    return [*prefills, *decodes, eager_first, first, loading, *eager_prefills, *eager_decodes]
+    prefills, decodes, first = of(REPLAYED, plan.steps)
+    eager_prefills, eager_decodes, eager_first = of("", plan.eager_steps)
+    return [*prefills, *decodes, eager_first, first, Form(LOADING), *eager_prefills, *eager_decodes]
 
 
 def measure_model(session: Session, case: ModelCase, about: Row) -> None:
@@ -144,7 +155,9 @@ def _build(session: Session, case: ModelCase, sizes: dict[str, int], about: Row)
     work = work_of(sizes, linear_shapes(model))
     prompts = prompts_of(session, Served(model, 0), Form(PREFILL, 1, min(_CALIBRATION_TOKENS, sizes["tokens"])))
     alive = []
-    for rival in serving_rivals(session.device):
+    with session.spending("importing peers"):
+        rivals = serving_rivals(session.device)
+    for rival in rivals:
         own: Row = about | {"rival": rival.key, "library": rival.library, "recipe": rival.recipe}
         if rival.reason is not None:
             session.skipped(own, rival.reason)
@@ -197,14 +210,14 @@ def _measure_form(session: Session, form: Form, alive: list[_Alive], work: Work,
             with session.spending(f"measuring {form.phase}"):
                 _take(session, form, ready)
         except Exception as error:
-            for one in ready.values():
-                session.failed(one.about, error)
+            for made in ready.values():
+                session.failed(made.about, error)
 
 
 def _take(session: Session, form: Form, ready: dict[str, _Ready]) -> None:
     """All rivals take turns; BF16 is measured twice, so that the noise shows."""
     measures = {key: one.prepared.measure for key, one in ready.items()}
-    if "bf16" in measures:
+    if "bf16" in measures and form.phase != LOADING:
         measures["bf16-again"] = measures["bf16"]
     rounds, dropped = (3, 1) if form.phase == LOADING else (session.rounds, session.dropped)
     budget = _BUDGET_S if session.on_gpu else None

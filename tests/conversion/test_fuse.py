@@ -21,6 +21,7 @@ from tests.conversion.known_models import (
     with_octavos_parts,
 )
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 
 import octavo
 from octavo.conversion.casting_norm import FOLLOWERS
@@ -302,6 +303,27 @@ def test_a_block_compiles_in_one_graph(name: str, recipe: Recipe) -> None:
         assert torch.equal(x.grad, y.grad)
         for one_of in (model, other):
             octavo.update_scales(one_of)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+def test_blocks_that_are_alike_are_one_graph() -> None:
+    """Two with delayed scaling: one measures. (Llama and GPT-2 number their layers: one a layer.)"""
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    model: Any = bert(3)
+    octavo.convert(model, DelayedScaling(amax_history_len=2))
+    for layer in model.bert.encoder.layer:
+        layer.compile(fullgraph=True, backend=backend)
+    for step in range(3):
+        loss_of(model, step).backward()
+        octavo.update_scales(model)
+    assert len(graphs) == 2
 
 
 # What it is for.

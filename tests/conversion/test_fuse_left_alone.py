@@ -87,6 +87,24 @@ def test_a_hook_that_comes_later_is_called_and_changes_no_more_than_the_order() 
     assert len(seen) == 1
 
 
+def test_a_forward_that_is_wrapped_on_the_instance_is_called() -> None:
+    """As accelerate wraps forwards to move what a module takes."""
+    model: Any = llama()
+    octavo.convert(model, CurrentScaling())
+    expected, seen = loss_of(model).item(), []
+    for name, module in model.model.layers[0].named_modules():
+        inner = module.forward
+
+        def forward(*args: Any, inner: Any = inner, name: str = name, **kwargs: Any) -> Any:
+            seen.append(name)
+            return inner(*args, **kwargs)
+
+        module.forward = forward
+    # Normalisations and the activation are the original's now, which round otherwise.
+    assert loss_of(model).item() == pytest.approx(expected, rel=1e-3)
+    assert {"mlp", "mlp.gate_proj", "mlp.act_fn", "input_layernorm", "self_attn.q_proj"} <= set(seen)
+
+
 def test_a_layer_that_is_replaced_later_is_called() -> None:
     model: Any = llama()
     octavo.convert(model, CurrentScaling())

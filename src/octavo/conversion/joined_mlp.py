@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from octavo.conversion.converted import runs_plainly
 from octavo.conversion.known_parts import activation_name, is_replaced
-from octavo.conversion.structures import MLPS, MLPStructure, part
+from octavo.conversion.structures import MLPS, MLPStructure, Path, part
 from octavo.functional.mlp import MLP, Layer, mlp
 from octavo.modules import FP8LinearMixin
 from octavo.modules.layernorm_linear import fp8_dtype
@@ -24,11 +24,12 @@ class JoinedMLP(nn.Module):
     """What the derived classes of all MLPs share.
 
     Attributes:
-        structure: where its parts are.
+        structure, paths: where its parts are.
         fused_from: the class that it was.
     """
 
     structure: ClassVar[MLPStructure]
+    paths: ClassVar[tuple[Path, ...]]
     fused_from: ClassVar[type[nn.Module]]
 
     def joined(self, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -36,21 +37,23 @@ class JoinedMLP(nn.Module):
         if len(args) != 1 or kwargs:
             return None
         x, structure = args[0], self.structure
-        if running_reason(self, structure):
+        parts = [part(self, path) for path in self.paths]
+        if running_reason(structure, parts):
             return None
-        layers: list[FP8LinearMixin] = [part(self, path) for path in structure.layers]
-        if x.shape[-1:] != layers[0].matrix().shape[1:]:
+        count = len(structure.first) + 1
+        layers: list[FP8LinearMixin] = parts[:count]
+        weights = [layer.matrix() for layer in layers]
+        if x.shape[-1:] != weights[0].shape[1:]:
             return None  # whose error is the layer's own
         calls = [layer_call(layer.delayed_state, layer.recipe, layer.layer_name) for layer in layers]
         if any(call.recipe is None for call in calls):
             return None
-        weights = [layer.matrix() for layer in layers]
         plans = [layer.planned(call, weight) for layer, call, weight in zip(layers, calls, weights, strict=True)]
         made = [
             Layer(weight, layer.added_bias(), layer.kept_operand(weight, plan, None))
             for layer, weight, plan in zip(layers, weights, plans, strict=True)
         ]
-        activation = activation_name(part(self, structure.activation))
+        activation = activation_name(parts[count])
         assert activation is not None, "looked at before"
         setup = MLP(activation, tuple(plans[:-1]), plans[-1], fp8_dtype(x))
         return structure.finish(self, mlp(x, tuple(made[:-1]), made[-1], setup), x)
@@ -85,24 +88,29 @@ def joined_class(kind: type[nn.Module], structure: MLPStructure) -> type[JoinedM
             "__doc__": f"{kind.__name__} whose layers run as one in FP8.",
             "fused_from": kind,
             "structure": structure,
+            "paths": structure.parts,
         }
         _CLASSES[kind] = type(f"FP8{kind.__name__}", (_BY_METHOD[structure.method], kind), namespace)
     return _CLASSES[kind]
 
 
-def running_reason(module: nn.Module, structure: MLPStructure) -> str:
-    """Why the layers have to run one by one as things stand; empty if they may run as one."""
-    for path in structure.parts:
-        if is_listened_to(part(module, path)):
+def running_reason(structure: MLPStructure, parts: list[Any]) -> str:
+    """Why the layers have to run one by one as things stand; empty if they may run as one.
+
+    parts: the modules at the structure's `parts`.
+    """
+    for path, module in zip(structure.parts, parts, strict=True):
+        if is_listened_to(module):
             return f"a hook listens to {'.'.join(path)}, or its forward was replaced"
-    for path in structure.layers:
-        if not runs_plainly(part(module, path)):
-            return f"{'.'.join(path)} is not in FP8"
-    if activation_name(part(module, structure.activation)) is None:
-        return f"the activation {type(part(module, structure.activation)).__name__} is not known"
-    for path in structure.between:
-        if not _is_without_effect(part(module, path)):
-            return f"{'.'.join(path)} lies between the activation and {'.'.join(structure.last)}"
+    count = len(structure.first) + 1
+    for layer in parts[:count]:
+        if not runs_plainly(layer):
+            return "a layer is not in FP8"
+    if activation_name(parts[count]) is None:
+        return "the activation is not known"
+    for between in parts[count + 1 : count + 1 + len(structure.between)]:
+        if not _is_without_effect(between):
+            return f"a {type(between).__name__} lies between the activation and the last layer"
     return ""
 
 

@@ -6,6 +6,7 @@ whose forward was replaced, on the instance or in a subclass, is not known.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -44,7 +45,7 @@ class KnownNorm(NamedTuple):
 
     def through(self, dtype: Any) -> Norm:
         """As the kernels take it, handed on in `dtype`."""
-        return norm_of(self.normalization, self.eps, self.zero_centered, dtype)
+        return _norm_of(self.normalization, self.eps, self.zero_centered, dtype)
 
 
 def package_of(kind: type[Any]) -> str:
@@ -72,17 +73,29 @@ def known_norm(module: nn.Module, kind: type[nn.Module] | None = None) -> KnownN
 
     kind: its class; None for that which it has.
     """
-    kind = kind or type(module)
-    one: Any = module
-    if is_replaced(module):
+    kind, one = kind or type(module), module.__dict__
+    if kind not in _FORMS:
+        _FORMS[kind] = _norm_form(kind)
+    form = _FORMS[kind]
+    if form is None or "forward" in one:
         return None
+    normalization, eps_name = form
+    eps = one[eps_name]
+    if eps is None or len(one.get("normalized_shape", (0,))) != 1:
+        return None
+    return KnownNorm(normalization, eps, one.get("zero_centered_gamma", False))
+
+
+def _norm_form(kind: type[nn.Module]) -> tuple[str, str] | None:
+    """Of a class, which normalisation it is and what its epsilon is called; None of one that is not known."""
     name = package_of(kind), kind.__name__
     if kind in (nn.LayerNorm, LayerNorm) or name == ("timm", "LayerNorm"):
-        wide = len(one.normalized_shape) == 1
-        return KnownNorm("LayerNorm", one.eps, getattr(one, "zero_centered_gamma", False)) if wide else None
+        return "LayerNorm", "eps"
     if kind in (nn.RMSNorm, RMSNorm):
-        known = len(one.normalized_shape) == 1 and one.eps is not None
-        return KnownNorm("RMSNorm", one.eps, getattr(one, "zero_centered_gamma", False)) if known else None
-    if name[0] == "transformers" and name[1] in _RMS_NORMS:
-        return KnownNorm("RMSNorm", one.variance_epsilon, False)
-    return None
+        return "RMSNorm", "eps"
+    return ("RMSNorm", "variance_epsilon") if name[0] == "transformers" and name[1] in _RMS_NORMS else None
+
+
+# A training asks for the same few again and again.
+_FORMS: dict[type[nn.Module], tuple[str, str] | None] = {}
+_norm_of = functools.cache(norm_of)

@@ -52,7 +52,7 @@ class MLPStructure(NamedTuple):
 
     @property
     def parts(self) -> tuple[Path, ...]:
-        """All that is not called any more."""
+        """All that is not called any more: layers, activation, what lies between, what is around."""
         return (*self.layers, self.activation, *self.between, *self.around)
 
 

@@ -158,6 +158,11 @@ def test_steps_give_the_bits_of_eager_code(name: str, gated: bool) -> None:
             octavo.update_scales(parts)
     assert_equal(list(one.state_dict().values()), list(other.state_dict().values()))
     assert backend.clones == 0, "a launch writes where it is to write"
+    # Codes of the weights; of x and a too, unless these are made again.
+    width, hidden, out = SIZES
+    codes = (2 if gated else 1) * hidden * width + hidden * out
+    codes += 0 if name.endswith("input kept") else TOKENS * (width + hidden)
+    assert backend.kept_codes == backend.graphs * codes
 
 
 def test_what_is_launched_in_a_step_whose_scales_are_known() -> None:

@@ -108,7 +108,8 @@ def test_the_native_kernels_run(recipe: str) -> None:
         torch.cuda.synchronize()
     names = {event.key for event in profiled.key_averages()}
     wanted = {"delayed": "gated_{}cast_kernel", "current": "gated_{}output_kernel"}[recipe]
-    assert {wanted.format(""), wanted.format("backward_")} <= names, sorted(names)
+    for kernel in (wanted.format(""), wanted.format("backward_")):
+        assert any(kernel in name for name in names), sorted(names)
     assert not any("silu" in name.lower() for name in names), sorted(names)
 
 
@@ -206,8 +207,8 @@ def test_less_memory_is_taken_than_one_by_one() -> None:
         peaks[fuse] = torch.cuda.memory_allocated() - before
         del y, model, x
         torch.cuda.empty_cache()
-    # f(gate), 2 bytes an element, and more: of 4096 tokens and 4096 features 32 MiB.
-    assert peaks[False] - peaks[True] >= 4096 * 4096 * 2, peaks
+    # f(gate), 2 bytes an element: of 4096 tokens and 4096 features 32 MiB, give or take a scale.
+    assert peaks[False] - peaks[True] >= 0.99 * 4096 * 4096 * 2, peaks
 
 
 def test_logits_without_gradients() -> None:

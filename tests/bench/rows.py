@@ -99,4 +99,25 @@ def whole() -> list[Row]:
         layer("te-delayed", 8.0),
         layer("te-block-graphed", None),
     ]
-    return [run(), ceiling, *others, *linears, *hosts, *steps, *layers, batch, section("casts"), section("steps")]
+    inference = [served("bf16", 15.0), served("octavo-rowwise", 9.0)]
+    figures = [*others, *linears, *hosts, *steps, *layers, *inference, batch]
+    return [run(), ceiling, *figures, section("casts"), section("steps")]
+
+
+def served(rival: str, ms: float | None, phase: str = "prefill", model: str = "llama", **more: Any) -> Row:
+    library = "torch" if rival.startswith(("bf16", "fp16")) else rival.partition("-")[0]
+    graph = "" if phase == "loading" else "replayed"
+    about = {"kind": "inference", "model": model, "phase": phase, "batch": 1, "tokens": 2048, "graph": graph}
+    about |= {"rival": rival, "library": library, "recipe": "", "method": GRAPH}
+    if ms is None:
+        return about | {"status": "failed", "reason": "RuntimeError: no kernel image"} | more
+    products = "bf16" if library == "torch" else "row"
+    figures = {"ms": ms, "ms_p10": ms, "ms_p90": ms, "per_s": 2048e3 / ms, "unit": "tokens/s", "peak_gib": 5.0}
+    figures |= {"weight_bytes": 4_000_000_000 if products == "bf16" else 2_000_000_000, "converted": 56}
+    figures |= {
+        "products": products,
+        "linear_flops": 4e12,
+        "other_flops": 0.0,
+        "cast_bytes": 0 if library == "torch" else 4e9,
+    }
+    return about | {"status": "measured", "reason": None} | figures | more

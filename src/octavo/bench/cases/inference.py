@@ -129,6 +129,8 @@ def measure_model(session: Session, case: ModelCase, about: Row) -> None:
     if (reason := case.reason()) is not None:
         session.skipped(about, reason)
         return
+    if not session.fits(about, _BUILD_S if session.on_gpu else 0.0):
+        return
     sizes = case.sizes if session.on_gpu else case.small
     forms = forms_of(session, sizes)
     alive, work = _build(session, case, sizes, about)

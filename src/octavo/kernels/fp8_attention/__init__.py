@@ -9,6 +9,8 @@ q [B, H, M, D], k, v [B, G, N, D], bfloat16 or float16, D of 64 or 128; query he
 `causal`: the last query stands beside the last key. A query that looks at no key gives zeros, and has an lse of inf.
 
 Scales are powers of two, so that what codes stand for is exact in bfloat16. Sums are in float32, 128 keys at a time.
+NaN in a query or key makes NaN of whoever has it or looks at it; a value that is NaN may do so to its feature of others
+as well, as 0 times NaN is NaN. An inf counts as the largest number that there is beside it.
 
 What E4M3 does to probabilities. Relative to the largest so far they are at most 1; times 2^8, the largest power of two
 below 448, they have 4 significant bits down to 2^-14, and half a step of 2^-17 absolute below. The largest so far is no

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octavo.bench import BenchSettings, joined_records, run_bench
+from octavo.bench import BenchSettings, joined_records, run_bench, serving_measures
 from octavo.bench.cases import inference as case
+from octavo.bench.cuda_graphs import CudaGraphs
 from octavo.bench.derived import restated
 from octavo.bench.models import CASES
 from octavo.bench.peers import serve_with_te, serve_with_torchao
@@ -244,6 +246,67 @@ def test_on_a_device_no_prompt_is_longer_than_the_positions(tmp_path: Path) -> N
         assert [(form.batch, bool(form.graph)) for form in decoded] == [(1, True), (32, True), (1, False), (32, False)]
         assert all(form.tokens + form.steps <= form.cache for form in decoded)
     assert prompts == {"llama": [(1, 2048), (8, 1024)], "gpt2": [(1, 1024), (8, 1024)]}
+
+
+class PlayedGraphs:
+    """A device's part: calls are recorded, and run anew when they are replayed."""
+
+    def capture(self, calls: Sequence[Any]) -> Any:
+        for one in calls:
+            one()
+        return lambda: [one() for one in calls]
+
+    def seconds(self, replay: Any) -> float:
+        replay()
+        return 1.0
+
+
+def test_with_a_device_every_form_is_replayed_and_memory_is_a_rivals_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device's part is played: 7 GiB are there, of other rivals too, and a call takes 2 more for a while."""
+    monkeypatch.setattr(serving_measures, "CudaGraphs", PlayedGraphs)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7 * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 9 * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 9 * 2**30)
+    for name in ("reset_peak_memory_stats", "empty_cache", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *arguments: None)
+    settings = BenchSettings(out=tmp_path, device="cpu", quick=True)
+    session: Any = Session(settings, BenchRecord(settings.record_path))
+    session.on_gpu = True
+    gpt2 = replace(CASES["gpt2"], sizes=CASES["gpt2"].small | {"tokens": 64})
+    case.measure_model(session, gpt2, {"kind": "inference", "model": "gpt2"})
+    rows = session.record.rows
+    assert of(rows, status="failed") == []
+    for phase, ms, per_s in (("prefill", 1000.0, 64.0), ("decode", 1000.0 / 32, 32.0)):
+        found = {row["rival"]: row for row in of(rows, phase=phase, graph="replayed")}
+        assert list(found) == [*HERE, "bf16-again"]
+        assert all((row["ms"], row["per_s"]) == (ms, per_s) for row in found.values())
+        assert found["bf16"]["peak_gib"] == pytest.approx(2 + found["bf16"]["weight_bytes"] / 2**30, abs=1e-3)
+    assert len(of(rows, phase="first token", graph="replayed", status="measured")) == len(HERE) + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key", HERE)
+def test_a_replay_decodes_what_eager_decoding_does(key: str) -> None:
+    device = torch.device("cuda")
+    rival = next(one for one in serving_rivals(device) if one.key == key)
+    model = model_of("llama").bfloat16().to(device)
+    prompts = torch.randint(0, 64, (2, 6), device=device)
+    served = rival.serve(model, prompts)
+    decoder = Decoder(served.model, prompts, tokens=16, context=served.context)
+
+    def decoded(step: Any) -> list[list[int]]:
+        decoder.reset()
+        found = []
+        for _ in range(8):
+            step()
+            found.append(decoder.token.flatten().tolist())
+        return found
+
+    eager = decoded(decoder.step)
+    # The same kernels on the same numbers.
+    assert decoded(CudaGraphs().capture([decoder.step])) == eager
 
 
 def test_what_the_time_limit_leaves_out_is_a_row(tmp_path: Path) -> None:

@@ -241,8 +241,8 @@ def _prepare(session: Session, form: Form, one: _Alive, work: Work, about: Row, 
         session.synchronise()
         torch.cuda.reset_peak_memory_stats(session.device)
     made = prepared(session, form, one.served, folder)
-    peak = memory_figures(session)["peak_gib"]
     made.measure()
+    peak = memory_figures(session)["peak_gib"]
     figures: Row = {"weight_bytes": one.bytes, "converted": one.served.layers, "native": is_native(one.served.model)}
     figures["peak_gib"] = None if peak is None else round(peak + (one.bytes - before) / 2**30, 3)
     figures["build_s"] = round(time.monotonic() - start, 3)

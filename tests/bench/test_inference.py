@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,6 +25,7 @@ from octavo.bench.models import CASES
 from octavo.bench.peers import serve_with_te, serve_with_torchao
 from octavo.bench.record import BenchRecord
 from octavo.bench.serving import Decoder, Prefill, cache_argument
+from octavo.bench.serving_floors import Cost
 from octavo.bench.serving_rivals import (
     Served,
     ServingRival,
@@ -38,7 +40,9 @@ from tests.bench import rows as made
 
 pytest.importorskip("transformers")
 CPU = torch.device("cpu")
-HERE = ["bf16", "octavo-rowwise", "octavo-tensor_static", "fp16", "octavo-tensor_dynamic"]
+FROZEN = ["octavo-rowwise", "octavo-tensor_static", "octavo-tensor_dynamic"]
+DECODING = ["bf16", "octavo-rowwise", "octavo-tensor_static", "fp16", "octavo-tensor_dynamic"]
+HERE = [*DECODING[:4], "octavo-delayed-converted", DECODING[4], "octavo-rowwise-converted"]
 
 
 @pytest.fixture(autouse=True)
@@ -72,11 +76,11 @@ def test_a_run_measures_every_form_of_every_rival_that_is_here(
     assert of(rows, status="failed") == []
     for phase, batch in (("prefill", 1), ("decode", 1), ("decode", 2), ("first token", 1)):
         found = {row["rival"]: row for row in of(rows, model=model, phase=phase, batch=batch, status="measured")}
-        assert list(found) == [*HERE, "bf16-again"], (phase, batch)
+        assert list(found) == [*(DECODING if phase == "decode" else HERE), "bf16-again"], (phase, batch)
         for key, row in found.items():
             assert 0 < row["ms_p10"] <= row["ms"] <= row["ms_p90"]
             assert row["converted"] == (layers if key.startswith("octavo") else 0)
-            assert row["native"] is (False if key.startswith("octavo") else None)
+            assert row["native"] is (False if key in FROZEN else None)
             assert row["speedup"] == pytest.approx(found["bf16"]["ms"] / row["ms"])
         (replayed,) = of(rows, model=model, phase=phase, batch=batch, graph="replayed")
         assert replayed["reason"] == "CUDA graphs need a GPU"
@@ -95,7 +99,7 @@ def test_weights_of_half_as_many_bytes_are_told(rows: list[dict[str, Any]]) -> N
     weights = sum(k * n for k, n in linear_shapes(model_of("llama")))
     assert held["bf16"] - held["octavo-tensor_dynamic"] == weights - 4 * 7  # a byte each; a scale for each of 7
     assert held["octavo-tensor_static"] - held["octavo-tensor_dynamic"] == 4 * 7  # of their inputs
-    assert held["fp16"] == held["bf16"]
+    assert held["fp16"] == held["bf16"] == held["octavo-rowwise-converted"]
 
 
 @contextmanager
@@ -186,9 +190,27 @@ def test_a_rival_runs_in_the_precision_that_its_name_says(rival: ServingRival) -
     with count_gemms() as counted:
         Prefill(served.model, torch.randint(0, 64, (2, 6)), served.context)
     assert counted.fp8 == served.layers == (7 if rival.library == "octavo" else 0)
-    assert (rival.weight_bits == 8) == bool(rival.reads) == (rival.library == "octavo")
+    assert (rival.cost.weight_bits == 8) == (rival.key in FROZEN)
+    assert (rival.cost == Cost()) == (rival.library == "torch")
     assert served.model.lm_head.weight.dtype == (torch.float16 if rival.key == "fp16" else torch.bfloat16)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_delayed_scales_are_those_of_the_prompts_and_stay_while_the_model_is_served() -> None:
+    rival = next(one for one in serving_rivals(CPU) if one.key == "octavo-delayed-converted")
+    prompts = torch.randint(0, 64, (1, 8))
+    served = rival.serve(model_of("llama").bfloat16(), prompts)
+
+    def scales() -> dict[str, float]:
+        ends = ("input_scale", "weight_scale")
+        return {name: float(value) for name, value in served.model.state_dict().items() if name.endswith(ends)}
+
+    before = scales()
+    assert len(before) == 2 * 7
+    assert all(math.isfinite(scale) for scale in before.values())
+    Prefill(served.model, torch.randint(0, 64, (2, 6)))
+    assert scales() == before
+    assert not served.model.training
 
 
 def test_linears_stand_for_conv1d_and_give_the_same() -> None:
@@ -220,7 +242,7 @@ def test_a_rival_that_fails_is_a_row_and_the_others_go_on(tmp_path: Path, monkey
         return Served(served, 3)
 
     usual = serving_rivals(CPU)[:1]
-    rivals = [ServingRival(key, "te", "current", "tensor", 2, serve) for key, serve in
+    rivals = [ServingRival(key, "te", "current", "tensor", Cost(), serve) for key, serve in
               (("te-broken", broken), ("te-breaking", breaking))]  # fmt: skip
     monkeypatch.setattr(case, "serving_rivals", lambda device: [*rivals, *usual])
     settings = BenchSettings(out=tmp_path, device="cpu", only=("inference",), models=("gpt2",))
@@ -280,14 +302,14 @@ def test_with_a_device_every_form_is_replayed_and_memory_is_a_rivals_own(
     assert of(rows, status="failed") == []
     for phase, ms, per_s in (("prefill", 1000.0, 64.0), ("decode", 1000.0 / 32, 32.0)):
         found = {row["rival"]: row for row in of(rows, phase=phase, graph="replayed")}
-        assert list(found) == [*HERE, "bf16-again"]
+        assert list(found) == [*(DECODING if phase == "decode" else HERE), "bf16-again"]
         assert all((row["ms"], row["per_s"]) == (ms, per_s) for row in found.values())
         assert found["bf16"]["peak_gib"] == pytest.approx(2 + found["bf16"]["weight_bytes"] / 2**30, abs=1e-3)
     assert len(of(rows, phase="first token", graph="replayed", status="measured")) == len(HERE) + 1
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("key", HERE)
+@pytest.mark.parametrize("key", DECODING)
 def test_a_replay_decodes_what_eager_decoding_does(key: str) -> None:
     device = torch.device("cuda")
     rival = next(one for one in serving_rivals(device) if one.key == key)

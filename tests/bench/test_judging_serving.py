@@ -50,7 +50,7 @@ def test_an_expectation_is_told_with_how_far_products_could_carry_it() -> None:
     assert verdict.measured == "not held: 1 x 2048 1.111x (9 against 10 ms)"
     # 4 TFLOP: 4 ms of 10 in BF16, 2 in FP8, and 1 ms for 4 GB of casts: 10 / 9.
     assert "products take 4 of 10 ms" in verdict.reason
-    assert "2 at FP8's (2000), casts 1: no more than 1.11x" in verdict.reason
+    assert "2 at FP8's (2000), casts 1: no more than 1.11x by FP8 alone" in verdict.reason
     assert PrefillExpected("gpt2", 1.1)(rows).measured.startswith("held: ")
     assert PrefillExpected("gpt2", 1.8)(rows[:2]).reason == "the ceilings were not measured in this run"
 

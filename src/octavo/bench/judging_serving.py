@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from octavo.bench.judging import MISS, NOT_MEASURED, PASS, REPORTED, Row, Verdict
 from octavo.bench.roofline import Ceilings, ceilings_of
 from octavo.bench.serving_measures import DECODE, FIRST_TOKEN, LOADING, PREFILL, REPLAYED
+from octavo.bench.serving_rivals import CONVERTED
 
 _PRODUCT_SHAPE = (8192, 768, 3072)
 
@@ -115,10 +116,11 @@ def _reach(reference: Row, own: Row, rates: Ceilings) -> str:
     before, after = (1e3 * reference["linear_flops"] / rate for rate in (bf16, fp8))
     casts, whole = 1e3 * own["cast_bytes"] / copy, float(reference["ms"])
     reach = whole / (whole - before + after + casts)
+    beyond = ", the rest by fusing" if own["rival"].endswith(f"-{CONVERTED}") else ""
     return (
         f"{own['batch']} x {own['tokens']}: products take {before:.3g} of {whole:.3g} ms at BF16's ceiling of"
         f" matrices of this size ({bf16 / 1e12:.0f} TFLOP/s), {after:.3g} at FP8's ({fp8 / 1e12:.0f}), casts"
-        f" {casts:.3g}: no more than {reach:.2f}x"
+        f" {casts:.3g}: no more than {reach:.2f}x by FP8 alone{beyond}"
     )
 
 

@@ -4,8 +4,9 @@
         linear layers    2 B S (sum of K N) FLOP, at the rate of the rival's products
         the rest         attention, causal, 2 B S^2 width FLOP a layer; the head, 2 B width vocabulary for the last
                          token alone; both at BF16's rate
-        casts            B S (sum of K) * (2 reads + 1) bytes: activations are read once, or twice where their scale is
-                         measured, and written in 8 bits
+        casts            B S (sum of K) a bytes: an activation is read once, or twice where its scale is measured, and
+                         written in 8 bits, a = 3 or 5; 1 where what computes it writes the codes; w bytes for each
+                         weight that is cast in every call
     one token each of B sequences, C tokens in the cache
         bytes            weights of the linear layers in their 8 or 16 bits and the head's in 16, once for all
                          sequences; keys and values of C tokens, 4 B C kv_width a layer
@@ -17,11 +18,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from octavo.bench.roofline import Ceilings
 
 Row = dict[str, Any]
+
+
+class Cost(NamedTuple):
+    """Bytes that a way of serving adds or saves.
+
+    Attributes:
+        activation: moved to cast an element of a linear layer's input.
+        weight: moved in every call to cast an element of a weight.
+        weight_bits: in which a weight is kept.
+    """
+
+    activation: int = 0
+    weight: int = 0
+    weight_bits: int = 16
 
 
 @dataclass(frozen=True)
@@ -55,11 +70,11 @@ def work_of(sizes: dict[str, int], shapes: Sequence[tuple[int, int]]) -> Work:
     return Work(tuple(shapes), sizes["width"], kv_width, sizes["layers"], sizes["vocabulary"])
 
 
-def prefill_work(work: Work, batch: int, tokens: int, reads: int) -> Row:
-    """FLOP and bytes of casts of a prefill; `reads` of an activation for its cast, 0 for none."""
+def prefill_work(work: Work, batch: int, tokens: int, cost: Cost) -> Row:
+    """FLOP and bytes of casts of a prefill."""
     attention = 2 * batch * tokens**2 * work.width * work.layers
     head = 2 * batch * work.width * work.vocabulary
-    cast = (2 * reads + 1) * batch * tokens * sum(k for k, _ in work.shapes) if reads else 0
+    cast = cost.activation * batch * tokens * sum(k for k, _ in work.shapes) + cost.weight * work.weights
     return {
         "linear_flops": 2.0 * batch * tokens * work.weights,
         "other_flops": float(attention + head),
@@ -67,9 +82,9 @@ def prefill_work(work: Work, batch: int, tokens: int, reads: int) -> Row:
     }
 
 
-def decode_work(work: Work, batch: int, context: int, weight_bits: int) -> Row:
+def decode_work(work: Work, batch: int, context: int, cost: Cost) -> Row:
     """Bytes that one step of decoding reads."""
-    weights = work.weights * weight_bits // 8 + 2 * work.width * work.vocabulary
+    weights = work.weights * cost.weight_bits // 8 + 2 * work.width * work.vocabulary
     return {"weights_read": weights, "cache_read": 4 * batch * context * work.kv_width * work.layers}
 
 

@@ -1,4 +1,8 @@
-"""A model served in every hand: in 16 bits, frozen by Octavo, with torchao's FP8 inference, by Transformer Engine."""
+"""A model served in every hand: in 16 bits, by Octavo frozen or as converted, by torchao, by Transformer Engine.
+
+Frozen, weights are FP8 codes, and layers run one by one. A converted model is one as it stands after training: weights
+in BF16, cast in every call, so that only long prompts gain; norms and MLPs run as one with the casts behind them.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from octavo.bench.peers import Context, peer_reason, serve_with_te, serve_with_torchao
+from octavo.bench.rivals import octavo_recipes
+from octavo.bench.serving_floors import Cost
 from octavo.bench.variants import HEAD
+from octavo.conversion import convert
 from octavo.conversion.converted import is_conv1d
 from octavo.inference import FrozenLinear, calibrate, freeze
+from octavo.runtime import update_scales
 
 # What the record calls Octavo's schemes.
 SCHEMES = {"rowwise": "row", "tensor_static": "tensor_static", "tensor_dynamic": "tensor_dynamic"}
+CONVERTED = "converted"
+# Bytes: 2 read, twice where a scale is measured, and 1 written.
+_MEASURED, _STATIC = Cost(activation=5, weight_bits=8), Cost(activation=3, weight_bits=8)
+_FUSED_DELAYED, _FUSED_ROWWISE = Cost(activation=1, weight=3), Cost(activation=1, weight=5)
 
 
 class Served(NamedTuple):
@@ -38,37 +50,46 @@ class ServingRival:
         library: "torch", "octavo", "torchao" or "te".
         recipe: of the library; "" for none.
         products: whose ceiling its linear layers have: "bf16" (both 16-bit forms), "tensor" or "row".
-        reads: how often it reads an activation to cast it; 0 for none.
+        cost: of its casts, and what its weights are kept in.
         serve: of a model in BF16, which stays as it is, and of prompts int64 [B, S] to calibrate with.
         reason: why it is not measured here, or None.
+        decodes: whether it is asked for single tokens, and loaded from a file.
     """
 
     key: str
     library: str
     recipe: str
     products: str
-    reads: int
+    cost: Cost
     serve: Callable[[nn.Module, Tensor], Served]
     reason: str | None = None
-
-    @property
-    def weight_bits(self) -> int:
-        """Of a linear layer's weight."""
-        return 16 if self.products == "bf16" else 8
+    decodes: bool = True
 
 
 def serving_rivals(device: torch.device) -> list[ServingRival]:
     """Who is measured, in this order, so that a time limit leaves out what says least."""
     torchao, te = (peer_reason(library, device) for library in ("torchao", "te"))
+    of, plain = ServingRival, Cost()
     return [
-        ServingRival("bf16", "torch", "", "bf16", 0, _as_it_is),
-        ServingRival("octavo-rowwise", "octavo", "rowwise", "row", 2, _frozen("rowwise")),
-        ServingRival("octavo-tensor_static", "octavo", "tensor_static", "tensor", 1, _frozen("tensor_static")),
-        ServingRival("fp16", "torch", "", "bf16", 0, _in_fp16),
-        ServingRival("octavo-tensor_dynamic", "octavo", "tensor_dynamic", "tensor", 2, _frozen("tensor_dynamic")),
-        ServingRival("torchao-rowwise", "torchao", "rowwise", "row", 2, _torchao("rowwise"), torchao),
-        ServingRival("torchao-tensorwise", "torchao", "tensorwise", "tensor", 2, _torchao("tensorwise"), torchao),
-        ServingRival("te-current", "te", "current", "tensor", 2, _te("current"), te),
+        of("bf16", "torch", "", "bf16", plain, _as_it_is),
+        of("octavo-rowwise", "octavo", "rowwise", "row", _MEASURED, _frozen("rowwise")),
+        of("octavo-tensor_static", "octavo", "tensor_static", "tensor", _STATIC, _frozen("tensor_static")),
+        of("fp16", "torch", "", "bf16", plain, _in_fp16),
+        of(
+            "octavo-delayed-converted",
+            "octavo",
+            "delayed",
+            "tensor",
+            _FUSED_DELAYED,
+            _converted("delayed"),
+            None,
+            False,
+        ),
+        of("octavo-tensor_dynamic", "octavo", "tensor_dynamic", "tensor", _MEASURED, _frozen("tensor_dynamic")),
+        of("octavo-rowwise-converted", "octavo", "rowwise", "row", _FUSED_ROWWISE, _converted("rowwise"), None, False),
+        of("torchao-rowwise", "torchao", "rowwise", "row", _MEASURED, _torchao("rowwise"), torchao),
+        of("torchao-tensorwise", "torchao", "tensorwise", "tensor", _MEASURED, _torchao("tensorwise"), torchao),
+        of("te-current", "te", "current", "tensor", _MEASURED, _te("current"), te),
     ]
 
 
@@ -90,11 +111,35 @@ def _frozen(recipe: str) -> Callable[[nn.Module, Tensor], Served]:
     def serve(model: nn.Module, prompts: Tensor) -> Served:
         served, scales = copy.deepcopy(model), None
         if scheme == "tensor_static":
-            scales = calibrate(served, [{"input_ids": prompts, "use_cache": False, "logits_to_keep": 1}])
+            scales = calibrate(served, [_prompt(prompts)])
         layers = freeze(served, scheme, input_scales=scales, exclude=[HEAD] if _has_untied_head(served) else [])
         return _counted(Served(served, len(layers)), "Octavo")
 
     return serve
+
+
+def _converted(recipe: str) -> Callable[[nn.Module, Tensor], Served]:
+    def serve(model: nn.Module, prompts: Tensor) -> Served:
+        served = copy.deepcopy(model)
+        layers = len(convert(served, octavo_recipes()[recipe], exclude=[HEAD], filter="all").converted)
+        _train_scales(served, prompts)
+        return _counted(Served(served, layers), "Octavo")
+
+    return serve
+
+
+def _train_scales(model: nn.Module, prompts: Tensor) -> None:
+    """Delayed scaling's scales of the forward become those of the prompts, as a step of training leaves them."""
+    model.train().requires_grad_(True)
+    with torch.enable_grad():
+        model(**_prompt(prompts))
+    update_scales(model)
+    model.eval().requires_grad_(False)
+
+
+def _prompt(prompts: Tensor) -> dict[str, Any]:
+    """Of a forward without a cache."""
+    return {"input_ids": prompts, "use_cache": False, "logits_to_keep": 1}
 
 
 def _has_untied_head(model: Any) -> bool:

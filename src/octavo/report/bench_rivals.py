@@ -26,6 +26,7 @@ _MODES = {
     "again": "again",
     "composed": "of torch's parts",
     "cached": "weight cached",
+    "converted": "converted, not frozen",
     "context": "in autocast",
     "lean": "inputs made again",
     "compiled": "compiled",

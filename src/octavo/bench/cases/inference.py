@@ -200,6 +200,8 @@ def _measure_form(session: Session, form: Form, alive: list[_Alive], work: Work,
     with tempfile.TemporaryDirectory() as folder:
         for one in alive:
             rival = one.rival
+            if not (rival.decodes or form.phase in (PREFILL, FIRST_TOKEN)):
+                continue
             if form.phase == LOADING and rival.key not in _LOADED:
                 continue
             own = about | {"rival": rival.key, "library": rival.library, "recipe": rival.recipe}
@@ -253,8 +255,8 @@ def _work(form: Form, rival: ServingRival, work: Work) -> Row:
     """What a floor is computed from."""
     figures: dict[str, Any] = {"products": rival.products}
     if form.phase == PREFILL:
-        return figures | prefill_work(work, form.batch, form.tokens, rival.reads)
+        return figures | prefill_work(work, form.batch, form.tokens, rival.cost)
     if form.phase == DECODE:
         # The middle of the tokens that are decoded in a row.
-        return figures | decode_work(work, form.batch, form.tokens + form.steps // 2, rival.weight_bits)
+        return figures | decode_work(work, form.batch, form.tokens + form.steps // 2, rival.cost)
     return {}

@@ -155,11 +155,11 @@ class _NoWaiting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("key", ["llama", "gpt2"])
-def test_nothing_in_a_call_waits_for_the_device(key: str) -> None:
-    """Of the model in BF16; what Octavo's layers do on a device is captured by tests of their own."""
-    model = model_of(key)
+@pytest.mark.parametrize("rival", [one for one in serving_rivals(CPU) if one.reason is None], ids=lambda one: one.key)
+def test_nothing_in_a_call_waits_for_the_device(key: str, rival: ServingRival) -> None:
     prompts = torch.randint(0, 64, (2, 6))
-    prefill, decoder = Prefill(model, prompts), Decoder(model, prompts, tokens=12)
+    served = rival.serve(model_of(key).bfloat16(), prompts)
+    prefill, decoder = Prefill(served.model, prompts), Decoder(served.model, prompts, tokens=12)
     with _NoWaiting():
         prefill()
         decoder.step()

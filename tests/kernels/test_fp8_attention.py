@@ -33,8 +33,8 @@ CASES = (
     (1, 1, 64, False),
     (130, 257, 64, True),
     (257, 130, 64, True),
-    (200, 300, 128, False),
-    (256, 256, 128, True),
+    (70, 300, 128, False),
+    (128, 128, 128, True),
     (1, 200, 64, True),
 )
 
@@ -66,7 +66,7 @@ def steps_of_codes(codes: AttentionCodes, extents: tuple[int, int], causal: bool
 
 
 def score_rounding(codes: AttentionCodes, extents: tuple[int, int]) -> float:
-    """By how much a score can be off in float32: its D products and their sum, its factors, the maximum taken off it."""
+    """How far a score can be off in float32: its D products and their sum, its factors, the maximum taken off it."""
     q, k, _ = decoded(codes, *extents, torch.float32)
     features = q.shape[-1]
     products = q.abs() @ k.repeat_interleave(2, 1).abs().mT * features**-0.5
@@ -127,7 +127,9 @@ def test_the_result_is_that_of_the_codes_but_for_rounded_probabilities(
     nothing = ~looks(num_queries, num_keys, causal).any(-1)
     assert not out[:, :, nothing].any()
     assert bool((lse[:, :, nothing] == INF).all())
-    assert bool(((lse.double() - exact_lse)[:, :, ~nothing].abs() <= off + exact_lse[:, :, ~nothing].abs() * 2e-7).all())
+    assert bool(
+        ((lse.double() - exact_lse)[:, :, ~nothing].abs() <= off + exact_lse[:, :, ~nothing].abs() * 2e-7).all()
+    )
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys", "features", "causal"), CASES)
@@ -196,9 +198,9 @@ def test_bad_operands_are_named() -> None:
     q, k, v = operands(9, 12, 64)
     with pytest.raises(ValueError, match=r"found \(2, 4, 9, 64\), \(2, 3, 12, 64\)"):
         fp8_attention(q, k[:, :1].expand(2, 3, 12, 64), v[:, :1].expand(2, 3, 12, 64), 0.125)
-    with pytest.raises(ValueError, match="of torch.bfloat16, torch.float16, torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"of torch\.bfloat16, torch\.float16, torch\.bfloat16"):
         fp8_attention(q, k.half(), v, 0.125)
-    with pytest.raises(ValueError, match="torch.float32: FP8 products are of bfloat16 or float16; use scaled_dot"):
+    with pytest.raises(ValueError, match=r"torch\.float32: FP8 products are of bfloat16 or float16; use scaled_dot"):
         fp8_attention(q.float(), k.float(), v.float(), 0.125)
     with pytest.raises(ValueError, match="heads of 32 and 32 features: FP8 products take equal ones, of 64 or 128"):
         fp8_attention(q[..., :32], k[..., :32], v[..., :32], 0.125)
@@ -222,8 +224,17 @@ def test_autocast_changes_nothing() -> None:
         assert all(torch.equal(a, b) for a, b in zip(both(), plain, strict=True))
 
 
-def assert_agrees(found: tuple[Tensor, Tensor, AttentionCodes], inputs: list[Tensor], causal: bool, d: float) -> None:
-    """What `octavo.kernels.fp8_attention` derives, for scores that are off by d."""
+def assert_agrees(
+    found: tuple[Tensor, Tensor, AttentionCodes],
+    inputs: list[Tensor],
+    causal: bool,
+    d: float,
+    typical: float | None = None,
+) -> float:
+    """What `octavo.kernels.fp8_attention` derives, for scores that are off by d; -> the relative error.
+
+    `typical`: the relative error allowed, where scores are mostly off by less than d.
+    """
     q, k, v = inputs
     extents = (q.shape[2], k.shape[2])
     out, lse, codes = found
@@ -238,8 +249,18 @@ def assert_agrees(found: tuple[Tensor, Tensor, AttentionCodes], inputs: list[Ten
     bound = (2.0**-3 + 2 * d) * magnitudes * (1 + rounding) + rounding * expected.double().abs() + 1e-7
     assert bool(((out.double() - expected.double()).abs() <= bound).all())
     # Both are rounded once more; a difference of e moves that of e / 2^-9 of them by a step of 2^-8.
-    typical = (d / 8) ** 0.5 + d
-    assert relative_error(expected, out) <= typical + (typical * rounding) ** 0.5
+    typical = (d / 8) ** 0.5 + d if typical is None else typical
+    error = relative_error(expected, out)
+    assert error <= typical + (typical * rounding) ** 0.5
     seen = expected_lse != INF
     assert torch.equal(lse == INF, ~seen)
     assert bool(((lse - expected_lse)[seen].abs() <= 2 * d + 2.0**-20 * (1 + expected_lse[seen].abs())).all())
+    return error
+
+
+def tensor_core_rounding(codes: AttentionCodes, extents: tuple[int, int]) -> float:
+    """How far a score can be off on Hopper: 32 products and the sum so far are cut off 13 bits below the largest."""
+    q, k, _ = decoded(codes, *extents, torch.float32)
+    features = q.shape[-1]
+    products = q.abs() @ k.repeat_interleave(2, 1).abs().mT * features**-0.5
+    return float(products.max()) * 33 * (features / 32) * 2.0**-13

@@ -6,6 +6,7 @@ forward runs under torch.autocast in bf16, AdamW is fused, gradients are clipped
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -150,6 +151,8 @@ def on_a_side_stream(call: Any) -> None:
 def captured(call: Any) -> torch.cuda.CUDAGraph:
     """The kernels of one call as a graph; nothing of it has run yet."""
     torch.cuda.synchronize()
+    # A graph that nobody holds any more but a cycle must not be freed while another one is captured.
+    gc.collect()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()

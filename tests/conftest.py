@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -56,11 +57,12 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(autouse=True)
-def waiting_is_allowed() -> Iterator[None]:
-    """A test that fails where waiting for the device is an error leaves that to no other."""
+def nothing_is_left_on_the_device() -> Iterator[None]:
+    """Waiting for the device is allowed again; no dead CUDA graph is left, to be freed while another is captured."""
     yield
     if torch.cuda.is_initialized():
         torch.cuda.set_sync_debug_mode("default")
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)

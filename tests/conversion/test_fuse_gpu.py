@@ -103,7 +103,7 @@ def test_the_native_kernels_run(recipe: str) -> None:
     model.to(BF16)
     for _ in range(3):
         outputs(model, x, dy)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiled:
         outputs(model, x, dy)
         torch.cuda.synchronize()
     names = {event.key for event in profiled.key_averages()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ class CudaGraphs:
                 call()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
+        # A graph that nobody holds any more but a cycle must not be freed while another one is captured.
+        gc.collect()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for call in calls:

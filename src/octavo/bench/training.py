@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -130,6 +131,8 @@ def _captured(stepper: _Stepper) -> Call:
             stepper.run()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
+    # As in `CudaGraphs.capture`.
+    gc.collect()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         stepper.run()

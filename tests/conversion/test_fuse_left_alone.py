@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conversion.known_models import bert, llama, loss_of, not_fused
+from tests.conversion.known_models import Block, bert, llama, loss_of, not_fused
 from torch import Tensor, nn
 
 import octavo
@@ -62,6 +62,22 @@ def test_what_stays_in_high_precision_and_what_is_not_known_is_named() -> None:
     model.model.layers[0].input_layernorm = nn.RMSNorm(32)  # its eps is None: that of the dtype
     assert not_fused(octavo.convert(model), "input_layernorm") == "the normalisation RMSNorm is not known"
     assert "the residual as well" in not_fused(octavo.convert(bert(1)), "attention.output.LayerNorm")
+
+
+def test_an_input_that_does_not_fit_is_told_as_before() -> None:
+    for affine in (True, False):
+        model = Block()
+        model.norm2 = nn.LayerNorm(32, elementwise_affine=affine)
+        plain = copy.deepcopy(model)
+        assert len(octavo.convert(model).fused) == 2
+        assert model.norm2(torch.randn(3, 32)).shape == (3, 32)
+        for layer in ("norm2", "mlp"):
+            messages = []
+            for one in (model, plain):
+                with pytest.raises((RuntimeError, ValueError)) as caught:
+                    getattr(one, layer)(torch.randn(3, 48))
+                messages.append(str(caught.value))
+            assert messages[0] == messages[1] or "in_features = 32" in messages[0]
 
 
 def test_what_somebody_listens_to_runs_by_itself() -> None:

@@ -54,8 +54,9 @@ class CastingNorm(nn.Module):
         weight: Any = self.weight
         if not isinstance(x, Tensor) or x.is_inference() or handed_on_dtype(x) not in OUT_DTYPES:
             return None
-        # (None of one without affine parameters.)
-        if weight is not None and (x.shape[-1:] != weight.shape or not _hands_on_as_before(x, weight)):
+        # One without affine parameters has a shape all the same. What does not fit is told by the class before.
+        shape = self.__dict__.get("normalized_shape") if weight is None else weight.shape
+        if tuple(x.shape[-1:]) != tuple(shape or ()) or (weight is not None and not _hands_on_as_before(x, weight)):
             return None
         if not runs_plainly(first):
             return None

@@ -13,7 +13,7 @@ import torch
 from tests.kernels.interpreting import compiled_only, exact_conversions, interpreted, run_interpreted, silent
 from tests.kernels.test_fp8_attention import assert_agrees, operands, score_rounding
 
-from octavo.kernels.fp8_attention import fp8_attention_reference
+from octavo.kernels.fp8_attention import decoded, fp8_attention_reference
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -77,3 +77,23 @@ def test_the_twin_casts_what_has_no_contiguous_features(kernels: Any) -> None:
     )
     for one, other in zip(found[2], expected[2], strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@interpreted
+@silent
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32], ids=str)
+def test_the_twin_decodes_to_the_bits_of_its_reference(kernels: Any, dtype: torch.dtype) -> None:
+    from octavo.kernels.fp8_attention.cast_kernel import decode_tokens_triton
+
+    codes = fp8_attention_reference(*operands(140, 200, 64, groups=1), 0.125, False)[2]
+    expected = decoded(codes, 140, 200, dtype)
+    found = (
+        decode_tokens_triton(codes.q, codes.q_scale, 140, dtype),
+        decode_tokens_triton(codes.k, codes.k_scale, 200, dtype),
+        decode_tokens_triton(codes.vt, codes.v_scale, 200, dtype, by_feature=True),
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype is dtype
+        assert one.transpose(1, 2).is_contiguous()
+        assert other.transpose(1, 2).is_contiguous()
+        assert torch.equal(one, other)

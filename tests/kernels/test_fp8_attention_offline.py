@@ -109,6 +109,26 @@ def test_casts_read_and_write_sixteen_bytes_at_a_time(
     assert stack_and_local_bytes(variant, tmp_path) == [0, 0]
 
 
+@pytest.mark.parametrize(("features", "by_feature"), [(64, False), (128, True)])
+def test_codes_become_values_sixteen_bytes_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, features: int, by_feature: bool, tmp_path: Path
+) -> None:
+    given = codes(300, features)
+    x = given.vt if by_feature else given.q
+    with monkeypatch.context() as patched:
+        (found,) = launches_of(
+            patched,
+            cast_kernel,
+            "_launch_decode",
+            lambda: cast_kernel.decode_tokens_triton(x, given.q_scale, 300, torch.bfloat16, by_feature),
+        )
+    variant = compiled(cast_kernel.decode_tokens_kernel, found)
+    ptx, threads = variant.asm["ptx"], 32 * cast_kernel.WARPS
+    assert len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", ptx)) == 128 * features // (16 * threads)
+    assert len(re.findall(r"st\.global[.\w:]*\.v4\.b32", ptx)) == 128 * features * 2 // (16 * threads)
+    assert stack_and_local_bytes(variant, tmp_path) == [0, 0]
+
+
 def test_tokens_and_heads_are_no_constants_of_any_variant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even 1 and multiples of 16, for which Triton would compile anew without the launcher's key knowing."""
     found: list[Any] = []

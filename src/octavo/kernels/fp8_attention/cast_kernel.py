@@ -1,9 +1,9 @@
-"""Casts of queries, keys and values on a GPU: each program reads 128 tokens of a head and writes their codes and scale.
+"""Casts of queries, keys and values on a GPU, and back: each program reads 128 tokens of a head.
 
     m = 2^floor(log2(448 / amax)), 1 if amax is 0          code = E4M3(fp32(x) m)          scale = 1 / m
 
-Bytes moved an element of bf16: 2 read and 1 written, by token or by feature. Tokens are taken in pairs, even ones and
-odd ones, so that what passes through shared memory to the other layout are words of two codes.
+Bytes moved an element of bf16: 2 read and 1 written, by token or by feature; back 1 and 2. Tokens are taken in pairs,
+even ones and odd ones, so that what passes through shared memory to the other layout are words of two codes.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -98,3 +98,46 @@ def cast_tokens_triton(x: Tensor, by_feature: bool) -> tuple[Tensor, Tensor]:
     key = (key_of(x), tokens >> 31, key_of_numbers(*numbers[1:]), by_feature, features)
     _launch_cast(batch * heads * blocks, key, (x, codes, scale), numbers, constants, WARPS)
     return codes, scale
+
+
+@triton.jit(do_not_specialize=("tokens", "heads"), do_not_specialize_on_alignment=("scale",))
+def decode_tokens_kernel(
+    codes,
+    scale,
+    values,
+    tokens,
+    heads,
+    BY_FEATURE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Codes and scale as `cast_tokens_kernel` writes them -> values [batch, tokens, heads, D]."""
+    blocks = (tokens + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    block, head = program % blocks, (program // blocks).to(tl.int64)
+    place, feature = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
+    source, factor = codes + head * (blocks * BLOCK * D), tl.load(scale + program)
+    if BY_FEATURE:
+        tile = tl.load(source + feature[:, None] * (blocks * BLOCK) + place[None, :]).to(tl.float32) * factor
+        tile = tl.trans(tile.to(values.dtype.element_ty))
+    else:
+        tile = tl.load(source + place[:, None] * D + feature[None, :]).to(tl.float32) * factor
+        tile = tile.to(values.dtype.element_ty)
+    row = ((head // heads) * tokens + place) * heads + head % heads
+    tl.store(values + row[:, None] * D + feature[None, :], tile, mask=(place < tokens)[:, None])
+
+
+_launch_decode = Launcher(decode_tokens_kernel)
+
+
+def decode_tokens_triton(
+    codes: Tensor, scale: Tensor, tokens: int, dtype: torch.dtype, by_feature: bool = False
+) -> Tensor:
+    """[B, H, T, D] that lies as [B, T, H, D]: what the codes of `cast_tokens_triton` stand for."""
+    batch, heads = codes.shape[:2]
+    features = codes.shape[2 if by_feature else 3]
+    values = torch.empty((batch, tokens, heads, features), dtype=dtype, device=codes.device)
+    key = (dtype, tokens >> 31, heads >> 31, by_feature, features)
+    programs = batch * heads * blocks_of(tokens)
+    _launch_decode(programs, key, (codes, scale, values), (tokens, heads), (by_feature, features, BLOCK), WARPS)
+    return values.transpose(1, 2)

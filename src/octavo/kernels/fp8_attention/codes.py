@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.kernels.triton_support import uses_triton
+
 # Tokens that share a scale, and keys that a step of the loop takes.
 BLOCK = 128
 
@@ -37,18 +39,21 @@ def blocks_of(tokens: int) -> int:
 
 
 def decoded(codes: AttentionCodes, num_queries: int, num_keys: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """q [B, H, M, D], k, v [B, G, N, D]: what the codes stand for.
+    """q [B, H, M, D], k, v [B, G, N, D]: what the codes stand for; each lies token by token, heads side by side.
 
     In bfloat16 that is exact, whatever the scale: a code has 4 significant bits, and a scale none beside its exponent.
     In float16 it is, save for what lies below its normal numbers or rounds to 65536, which is inf.
     """
-    v = codes.vt.transpose(-1, -2)
-    pairs = (codes.q, codes.q_scale, num_queries), (codes.k, codes.k_scale, num_keys), (v, codes.v_scale, num_keys)
-    return tuple(_values(x, scale, dtype)[:, :, :tokens] for x, scale, tokens in pairs)
+    q, k = (codes.q, codes.q_scale, num_queries), (codes.k, codes.k_scale, num_keys)
+    if uses_triton(codes.q):
+        from octavo.kernels.fp8_attention.cast_kernel import decode_tokens_triton
+
+        v = decode_tokens_triton(codes.vt, codes.v_scale, num_keys, dtype, by_feature=True)
+        return decode_tokens_triton(*q, dtype), decode_tokens_triton(*k, dtype), v
+    return tuple(_values(*each, dtype) for each in (q, k, (codes.vt.mT, codes.v_scale, num_keys)))
 
 
-def _values(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    # float16 could not hold a scale below 2^-24.
-    wide = torch.float32 if dtype == torch.float16 else dtype
-    values: Tensor = codes.to(wide, memory_format=torch.contiguous_format).unflatten(2, (-1, BLOCK))
-    return (values * scale.to(wide)[..., None, None]).flatten(2, 3).to(dtype)
+def _values(codes: Tensor, scale: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+    # In float32: float16 could not hold a scale below 2^-24.
+    blocks: Tensor = codes.float().unflatten(2, (-1, BLOCK)) * scale[..., None, None]
+    return blocks.flatten(2, 3)[:, :, :tokens].transpose(1, 2).to(dtype).contiguous().transpose(1, 2)

@@ -11,7 +11,7 @@ and a half times as many backward, half of them if causal, whoever computes.
     accuracy    SQNR of the result and the gradients against float32, N(0, 1) and outliers, beside bf16 and emulation;
                 the bias of long sums of one sign
     speed       forward, and forward with backward, against scaled_dot_product_attention by flash and by cuDNN
-    sweep       the forward with other constants than its own
+    sweep       the forward with other constants than its own, and that of `attention_ahead.py`
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from octavo.functional.fp8_attention import fp8_attention
 from octavo.kernels import fp8_attention as kernel
 from octavo.kernels.fp8_attention import triton_kernel as kernels
 from octavo.kernels.fp8_attention.cast_kernel import cast_tokens_triton
+from benchmarks import attention_ahead
 from benchmarks.check_kernels import Checks, environment
 from benchmarks.kernel_speed import graph_seconds
 from tests.functional.test_fp8_attention import MEASURED, decibels, drawn
@@ -55,6 +56,7 @@ SHAPES = ((2, 32, 8192, 128), (4, 32, 2048, 128), (8, 12, 1024, 64))
 EMULATED_SHAPE = (32, 16, 256, 80)
 # Queries of a program, warps, stages.
 VARIANTS = ((128, 8, 3), (128, 8, 2), (128, 8, 4), (64, 4, 3), (64, 4, 2))
+AHEAD = ((128, 8, 3), (128, 8, 2), (64, 4, 2))
 Result = dict[str, Any]
 Call = Callable[[], Any]
 
@@ -250,20 +252,26 @@ def varied(shape: tuple[int, int, int, int], causal: bool) -> Result:
     scale, extents = shape[3] ** -0.5, (shape[2], shape[2])
     codes = kernel.fp8_attention(q, k, v, scale, causal)[2]
     own = kernels._QUERIES, kernels._WARPS, kernels._STAGES
-    found: dict[str, Call] = {}
+    expected = kernels.attend_triton(codes, extents, scale, causal, BF16)[0].detach()
 
-    def attend(variant: tuple[int, int, int]) -> None:
+    def attend(variant: tuple[int, int, int]) -> Tensor:
         kernels._QUERIES, kernels._WARPS, kernels._STAGES = variant
         try:
-            kernels.attend_triton(codes, extents, scale, causal, BF16)
+            return kernels.attend_triton(codes, extents, scale, causal, BF16)[0]
         finally:
             kernels._QUERIES, kernels._WARPS, kernels._STAGES = own
 
-    for variant in VARIANTS:
-        found[str(variant)] = functools.partial(attend, variant)
+    def ahead(variant: tuple[int, int, int]) -> Tensor:
+        attention_ahead.CHOICE = variant
+        return attention_ahead.attend_ahead(codes, extents, scale, causal, BF16)[0]
+
+    found: dict[str, Call] = {str(variant): functools.partial(attend, variant) for variant in VARIANTS}
+    found |= {f"ahead {variant}": functools.partial(ahead, variant) for variant in AHEAD}
+    # The same steps in the same order: no more than another code of a probability here and there.
+    worst = max(float((call() - expected).float().norm() / expected.float().norm()) for call in found.values())
     flops = 4 * shape[0] * shape[1] * shape[2] ** 2 * shape[3] * (0.5 if causal else 1)
     rates = {name: round(flops / each / 1e12, 1) for name, each in seconds_of(found).items()}
-    return {"ok": True, "own": str(own)} | rates
+    return {"ok": worst < 0.005, "own": str(own), "relative_error": worst} | rates
 
 
 def check_sweep(checks: Checks) -> None:

@@ -31,6 +31,25 @@ _QUERIES, _WARPS, _STAGES = 128, 8, 3
 
 
 @triton.jit
+def probabilities(products, factor, largest, key, keys, last, MASKED: tl.constexpr, EXPONENT: tl.constexpr):
+    """(p, less, larger) of products of codes, which `factor` makes scores in units of log 2.
+
+    p are relative to the largest so far, times 2^EXPONENT; `less` is by what that scales down what there was.
+    """
+    if MASKED:
+        looks = (key < keys)[None, :] & (key[None, :] <= last[:, None])
+        scores = tl.where(looks, products * factor, -float("inf"))
+        larger = tl.maximum(largest, tl.max(scores, axis=1))
+        shift = tl.where(larger == -float("inf"), 0.0, larger)
+        p = tl.exp2(scores - (shift - EXPONENT)[:, None])
+    else:
+        larger = tl.maximum(largest, tl.max(products, axis=1) * factor)
+        shift = larger
+        p = tl.exp2(products * factor - (shift - EXPONENT)[:, None])
+    return p, tl.exp2(largest - shift), larger
+
+
+@triton.jit
 def _with_keys(
     acc,
     total,
@@ -53,23 +72,13 @@ def _with_keys(
 ):
     """(acc, total, largest) with a block of keys more; `last` is the last key that each query sees."""
     feature, key = tl.arange(0, D), block * BLOCK + tl.arange(0, BLOCK)
-    # 1. Products of codes, and what makes them scores in units of log 2.  [M, D] @ [D, N] -> [M, N]
+    # 1. Products of codes.  [M, D] @ [D, N] -> [M, N]
     k_tile = tl.load(k + key[None, :] * D + feature[:, None])
     products = tl.dot(q_tile, k_tile)
+    # 2. The largest so far, and probabilities relative to it.
     factor = row_factor * tl.load(k_scale + block)
-    # 2. The largest so far, and probabilities relative to it, times 2^EXPONENT.
-    if MASKED:
-        looks = (key < keys)[None, :] & (key[None, :] <= last[:, None])
-        products = tl.where(looks, products * factor, -float("inf"))
-        larger = tl.maximum(largest, tl.max(products, axis=1))
-        shift = tl.where(larger == -float("inf"), 0.0, larger)
-        p = tl.exp2(products - (shift - EXPONENT)[:, None])
-    else:
-        larger = tl.maximum(largest, tl.max(products, axis=1) * factor)
-        shift = larger
-        p = tl.exp2(products * factor - (shift - EXPONENT)[:, None])
+    p, less, larger = probabilities(products, factor, largest, key, keys, last, MASKED, EXPONENT)
     # 3. Their sum as it is; their codes times values.  [M, N] @ [N, D] -> [M, D]
-    less = tl.exp2(largest - shift)
     total = total * less + tl.sum(p, axis=1)
     v_tile = tl.load(vt + feature[None, :] * width + key[:, None])
     acc = acc * less[:, None] + tl.dot(p.to(CODE), v_tile) * tl.load(v_scale + block)

@@ -10,6 +10,7 @@ and a half times as many backward, half of them if causal, whoever computes.
     kernel      codes bit for bit, results and lse within the bounds of the tests; gradients of flash against the steps
     accuracy    SQNR of the result and the gradients against float32, N(0, 1) and outliers, beside bf16 and emulation;
                 the bias of long sums of one sign
+    cudnn       gradients by cuDNN of the same result and lse, where Octavo takes flash's: are they the same, how fast
     speed       forward, and forward with backward, against scaled_dot_product_attention by flash and by cuDNN
     sweep       the forward with other constants than its own, and that of `attention_ahead.py`
 """
@@ -140,6 +141,48 @@ def check_accuracy(checks: Checks) -> None:
     for kind, causal in MEASURED:
         checks.run("SQNR", functools.partial(accuracy, kind, causal, 4096), data=kind, causal=causal, tokens=4096)
     checks.run("bias", functools.partial(bias, 8192), keys=8192)
+
+
+def cudnn_beside_flash(shape: tuple[int, int, int, int], causal: bool) -> Result:
+    """How far their gradients are from each other, and milliseconds; both with what decodes the operands.
+
+    As many queries as keys: cuDNN aligns a causal mask at the top left. What it takes besides, and the shape of lse, is
+    what its own forward gives, which differs between versions of torch.
+    """
+    q, k, v, dy = (x.detach() for x in tensors(shape))
+    scale, tokens, aten = shape[3] ** -0.5, shape[2], torch.ops.aten
+    out, lse, codes = kernel.fp8_attention(q, k, v, scale, causal)
+    _, like, *_, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal, False, scale=scale
+    )
+    lse_of_cudnn = lse.reshape(like.shape)
+
+    def by_cudnn() -> tuple[Tensor, Tensor, Tensor]:
+        operands = kernel.decoded(codes, tokens, tokens, BF16)
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+            dy, *operands, out, lse_of_cudnn, seed, offset, None, None, None, tokens, tokens, 0.0, causal, scale=scale
+        )
+        return dq, dk, dv
+
+    calls: dict[str, Call] = {
+        "flash": lambda: kernel.fp8_attention_gradient(dy, codes, out, lse, tokens, scale, causal),
+        "cudnn": by_cudnn,
+    }
+    pairs = zip(calls["flash"](), calls["cudnn"](), strict=True)
+    worst = max(float((a - b).float().norm() / a.float().norm()) for a, b in pairs)
+    seconds = seconds_of(calls)
+    return {"ok": worst < 2.0**-6, "relative_error": worst} | {
+        f"{name} ms": round(1e3 * each, 4) for name, each in seconds.items()
+    }
+
+
+def check_cudnn(checks: Checks) -> None:
+    """Each shape, causal and not."""
+    for shape in SHAPES:
+        for causal in (True, False):
+            call = functools.partial(cudnn_beside_flash, shape, causal)
+            checks.run("gradients by cuDNN", call, shape=list(shape), causal=causal)
+            torch.cuda.empty_cache()
 
 
 def tensors(shape: tuple[int, int, int, int]) -> list[Tensor]:
@@ -285,6 +328,7 @@ PARTS: dict[str, Callable[[Checks], None]] = {
     "kernel": check_kernel,
     "accuracy": check_accuracy,
     "speed": check_speed,
+    "cudnn": check_cudnn,
     "sweep": check_sweep,
 }
 

@@ -45,6 +45,14 @@ def test_a_run_on_a_cpu_measures_every_section_and_judges_nothing(tmp_path: Path
     assert torch.get_num_threads() == threads
 
 
+def test_peers_are_imported_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setitem(run_bench.__globals__, "peer_reason", lambda library, device: seen.append(library))
+    monkeypatch.setitem(run_bench.__globals__["CASES"], "host", lambda session: seen.append("host"))
+    bench(tmp_path, "host")
+    assert seen == ["te", "torchao", "host"]
+
+
 def test_ratios_and_targets_come_from_the_run_itself(tmp_path: Path) -> None:
     rows = bench(tmp_path, "linear")
     # Measured where it is needed, asked for or not; the fastest counts.

@@ -19,6 +19,7 @@ from octavo.bench.cases.linear import measure_linears
 from octavo.bench.cases.steps import measure_steps
 from octavo.bench.derived import restated
 from octavo.bench.environment import run_row
+from octavo.bench.peers import NAMES, peer_reason
 from octavo.bench.record import BenchRecord, Row
 from octavo.bench.session import Session, Watcher, reason_of
 from octavo.bench.settings import SECTIONS, BenchSettings
@@ -62,6 +63,9 @@ def run_bench(
     session = Session(settings, record, timer=timer, watch=watch)
     torch.manual_seed(settings.seed)
     session.add(run_row(settings, command))
+    for library in NAMES:
+        # Before anything runs: Transformer Engine does not import where torch has loaded a part of another cuDNN.
+        peer_reason(library, session.device)
     chosen = [name for name in SECTIONS if name in settings.only]
     with _one_thread(session.on_gpu):
         for place, name in enumerate(chosen):

@@ -23,6 +23,9 @@ TORCHAO_RECIPES = ("tensorwise", "rowwise")
 Context = Callable[[], AbstractContextManager[object]]
 
 
+NAMES = {"te": "Transformer Engine", "torchao": "torchao"}
+
+
 def peer_reason(library: str, device: torch.device) -> str | None:
     """Why "te" or "torchao" is not measured here; None if it is."""
     if device.type != "cuda":
@@ -30,7 +33,6 @@ def peer_reason(library: str, device: torch.device) -> str | None:
     return _import_reason(library)
 
 
-NAMES = {"te": "Transformer Engine", "torchao": "torchao"}
 _MODULES = {"te": "transformer_engine.pytorch", "torchao": "torchao.float8"}
 
 

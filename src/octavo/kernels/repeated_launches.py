@@ -254,4 +254,4 @@ def _storages(nodes: Iterable[Node]) -> set[StorageWeakRef]:
     """The memory of the tensors among the values of nodes."""
     values = (node.meta.get("val") for node in nodes)
     tensors = (value for value in values if isinstance(value, torch.Tensor))
-    return {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}  # type: ignore[no-untyped-call]
+    return {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}

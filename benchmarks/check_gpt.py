@@ -165,7 +165,8 @@ def main() -> int:
                 call = functools.partial(finals.train, model, recipe, seed)
                 checks.run("curve", call, model=model, recipe=recipe, seed=seed)
         for recipe in options.recipes:
-            checks.run("within noise", functools.partial(finals.within_noise, model, recipe), model=model, recipe=recipe)
+            verdict = functools.partial(finals.within_noise, model, recipe)
+            checks.run("within noise", verdict, model=model, recipe=recipe)
         checks.write(options.out)
     print(f"{len(checks.records)} checks, {checks.failed} failed; {options.out}")
     return 1 if checks.failed else 0

@@ -4,8 +4,8 @@ What a layer quantized last is kept as long as that very tensor lives and stays 
 once, if it would make the same: the same spec, and the same state or none. (Layers whose inputs are scaled with delay
 have a state each, unless `convert` found that they run on one input and gave them one.)
 
-Eager code only: compiled code has each cast in its graph, where those that repeat one another are dropped. Operators the
-compiler compares by itself, in graphs that have a backward; on a GPU the casts are Triton kernels, which
+Eager code only: compiled code has each cast in its graph, where those that repeat one another are dropped. Operators
+the compiler compares by itself, in graphs that have a backward; on a GPU the casts are Triton kernels, which
 `octavo.kernels.repeated_launches` compares, with a backward and without.
 """
 

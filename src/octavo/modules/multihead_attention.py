@@ -6,7 +6,7 @@
     y = attention(q, k, v) wo^T + bo
 
 x, y [S, B, hidden], [B, S, hidden] or [T, hidden], by qkv_format. The projections run in FP8 inside `octavo.autocast`,
-or with a recipe of the layer's own; attention in high precision, unless `fp8_attention` emulates FP8 operands.
+or with a recipe of the layer's own; attention in high precision, unless `fp8_attention` gives it FP8 operands.
 Children and parameters have Transformer Engine's names: `layernorm_qkv` (or `qkv`; of cross attention
 `layernorm_query` or `query_layer`, and `key_value`), `core_attention`, `proj`, `q_norm`, `k_norm`; and `query_weight`,
 `key_weight`, `value_weight` in them, or one `weight` with fuse_qkv_params.

@@ -313,6 +313,13 @@ def test_overrides_reach_the_layers_by_name() -> None:
     assert type(model[2]) is nn.Linear
 
 
+def test_an_override_whose_pattern_matches_no_layer_is_loud() -> None:
+    recipe = CurrentScaling(overrides={"^0$": RowwiseScaling(), r"blocks\.3": None})
+    with pytest.warns(UserWarning, match=r"the pattern 'blocks\\\\\.3' matched no linear layer"):
+        report = octavo.convert(network(), recipe, exclude="^2$")
+    assert report.unmatched == (r"blocks\.3",)
+
+
 def test_a_linear_itself_is_converted() -> None:
     layer = nn.Linear(32, 16)
     report = octavo.convert(layer)

@@ -138,3 +138,15 @@ def test_a_frozen_split_linear_has_the_product_of_all_parts() -> None:
 def test_calibrate_has_a_scale_for_every_part() -> None:
     scales = octavo.calibrate(Model(), [torch.randn(5, 2, 32)])
     assert set(scales) == set(PARTS)
+
+
+def test_octavos_own_layers_are_no_structures_that_are_not_known() -> None:
+    """What a LayerNormMLP runs as one, it does by itself; so does what derives from it."""
+
+    class Derived(octavo.LayerNormMLP):
+        pass
+
+    model = nn.Sequential(octavo.LayerNormMLP(32, 64), Derived(32, 64), octavo.TransformerLayer(32, 64, 2))
+    report = octavo.convert(model)
+    assert report.structures == ()
+    assert "not fused" not in str(report)

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from octavo.conversion.converted import fp8_class, is_conv1d, original_class
+from octavo.conversion.elsewhere import elsewhere_remarks
 from octavo.conversion.fast_path import leave_fast_path, restore_fast_path
 from octavo.conversion.fuse import fuse as fuse_structures
 from octavo.conversion.fuse import unfuse
@@ -51,15 +52,15 @@ def convert(
         recipe: `CurrentScaling()` if None. Its overrides are matched against qualified names.
         include: regular expressions on qualified names; with any, only layers that one of them matches.
         exclude: regular expressions; layers that one of them matches stay as they are.
-        filter: None leaves out layers that FP8 would slow down on the device at hand; "all" takes them too; a function
-            of (module, qualified name) decides by itself.
+        filter: None leaves out layers that FP8 would slow down on the device where they lie: move the model first.
+            "all" takes them too; a function of (module, qualified name) decides by itself.
         fuse: compute MLPs whose class is known as one, and have normalisations cast their output ahead for the layers
             behind them. False leaves all but the linear layers as they are.
         dry_run: change nothing, only report.
 
     Returns:
         what was converted and fused, what was not and why; a warning is given as well if nothing was converted, or if
-        a pattern matched nothing.
+        a pattern matched nothing, those of the recipe's overrides included.
 
     Raises:
         ValueError: no recipe, no regular expression, no filter, or no truth value where one is expected.
@@ -73,10 +74,11 @@ def convert(
     rows = [_convert_layer(layer, chosen, dry_run) for layer in found]
     converted = {id(layer.module) for layer, row in zip(found, rows, strict=True) if row.converted}
     remarks = [] if dry_run else leave_fast_path(model, converted) + _shared_inputs(model)
+    remarks += elsewhere_remarks(found, converted, selection, chosen)
     structures = fuse_structures(model, converted, fuse, dry_run)
     report = ConversionReport(
         tuple(rows),
-        tuple(unmatched_patterns(found, selection)),
+        tuple(unmatched_patterns(found, selection, chosen)),
         tuple(remarks),
         dry_run,
         _device(model),

@@ -15,7 +15,17 @@ from octavo.conversion.converted import runs_plainly
 from octavo.conversion.joined_mlp import JoinedMLP, is_listened_to, joined_class
 from octavo.conversion.known_parts import activation_name, is_replaced, known_norm
 from octavo.conversion.report import StructureReport
-from octavo.conversion.structures import MLPS, NORMS, MLPStructure, NormStructure, Path, class_reason, code_reason, part
+from octavo.conversion.structures import (
+    MLPS,
+    NORMS,
+    MLPStructure,
+    NormStructure,
+    Path,
+    class_reason,
+    code_reason,
+    is_octavos,
+    part,
+)
 
 
 class _Found(NamedTuple):
@@ -60,6 +70,8 @@ def _found(model: nn.Module) -> Iterator[_Found]:
     """The structures of a model by the names of their parts, each with the reason that speaks against it."""
     for name, module in model.named_modules():
         kind = _class_before(module)
+        if is_octavos(kind):
+            continue
         alike = [mlp for mlp in MLPS if all(isinstance(part(module, path), nn.Module) for path in mlp.layers)]
         if alike:
             mlp = next((one for one in alike if not class_reason(one, kind)), alike[0])

@@ -61,7 +61,7 @@ class ConversionReport:
 
     Attributes:
         layers: all layers that were looked at, in the order of the model.
-        unmatched: patterns of `include` and `exclude` that matched no such layer.
+        unmatched: patterns of `include`, `exclude` and the recipe's overrides that matched no such layer.
         remarks: what else was done or seen.
         dry_run: nothing was changed.
         device: of the model's parameters.

@@ -74,9 +74,10 @@ def candidates(model: nn.Module, selection: Selection, recipe: Recipe | None = N
     return found
 
 
-def unmatched_patterns(found: list[Candidate], selection: Selection) -> list[str]:
-    """Patterns that match no linear layer at all."""
-    patterns = [*selection.include, *selection.exclude]
+def unmatched_patterns(found: list[Candidate], selection: Selection, recipe: Recipe | None = None) -> list[str]:
+    """Patterns that match no linear layer at all, of the selection and of the recipe's overrides."""
+    overrides = [] if recipe is None else [pattern for pattern, _ in recipe.overrides]
+    patterns = [*selection.include, *selection.exclude, *overrides]
     return [pattern for pattern in patterns if not any(re.search(pattern, layer.name) for layer in found)]
 
 
@@ -142,9 +143,14 @@ def speed_reasons(
     return []
 
 
+def is_weighed(module: nn.Module) -> bool:
+    """True if the default filter weighs speed where the layer's weight lies: FP8 is not emulated there."""
+    return not device_reasons(module.weight.device)  # type: ignore[arg-type]
+
+
 def _speed_reasons(module: nn.Module, in_features: int, out_features: int, recipe: Recipe | None) -> list[str]:
     """Why FP8 would slow a layer down here. Where FP8 is emulated it is no matter of speed, and none applies."""
-    if device_reasons(module.weight.device):  # type: ignore[arg-type]
+    if not is_weighed(module):
         return []
     method = METHODS["delayed"] if recipe is None else method_of(recipe)
     return speed_reasons(in_features, out_features, method=method)

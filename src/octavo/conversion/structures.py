@@ -166,6 +166,11 @@ def part(module: Any, path: Path) -> Any:
     return module
 
 
+def is_octavos(kind: type[nn.Module]) -> bool:
+    """True for a class of Octavo's own, or derived from one: what it can run as one, it does by itself."""
+    return any(package_of(base) == "octavo" for base in kind.__mro__)
+
+
 def class_reason(structure: MLPStructure | NormStructure, kind: type[nn.Module]) -> str:
     """Why a module of this class is not the structure whose parts it has; empty if it is."""
     if package_of(kind) == structure.package and kind.__name__ in structure.classes:

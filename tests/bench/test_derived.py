@@ -40,6 +40,13 @@ def test_a_faster_copy_lowers_targets_and_shares_that_were_recorded() -> None:
     assert "target_ms" not in bf16
 
 
+def test_a_linear_is_compared_with_the_faster_of_two_measurements_of_bf16() -> None:
+    for again, fastest in ((7.5, 7.5), (8.5, 8.0)):
+        rows = restated([*linears(), made.linear("bf16-again", again)])
+        (delayed,) = [row for row in rows if row["rival"] == "octavo-delayed"]
+        assert delayed["speedup"] == pytest.approx(fastest / 5.0)
+
+
 def test_without_a_ceiling_rows_keep_what_they_have() -> None:
     rows = [made.cast("delayed", 0.9), *linears(target_ms=99.0)]
     assert restated(rows)[0] == rows[0]

@@ -66,7 +66,8 @@ def test_ratios_and_targets_come_from_the_run_itself(tmp_path: Path) -> None:
     assert current["target_ms"] == pytest.approx(1e3 * (gemms + 1.12 * 6 * elements / copy), rel=1e-5)
     cached = measured["octavo-delayed-cached"]["target_ms"]
     assert cached == pytest.approx(1e3 * (gemms + 1.12 * 4 * (elements - k * n) / copy), rel=1e-5)
-    assert delayed["speedup"] == pytest.approx(measured["bf16"]["ms"] / delayed["ms"], rel=1e-4)
+    reference = min(measured[name]["ms"] for name in ("bf16", "bf16-again"))
+    assert delayed["speedup"] == pytest.approx(reference / delayed["ms"], rel=1e-4)
     assert "target_ms" not in measured["bf16"]
 
 

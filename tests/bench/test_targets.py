@@ -115,10 +115,50 @@ def test_memory_is_that_of_the_variant_that_is_judged_by_its_speed() -> None:
     assert "least octavo-current 10.00" in verdict.reason
 
 
-def test_the_slowest_compilation_counts() -> None:
-    rows = [made.step("bf16-compiled", 1.0, warm_s=10.0), made.step("octavo-current-compiled", 1.0, warm_s=12.0)]
+def test_where_the_fastest_has_no_peak_the_others_are_judged_by_the_worst_of_them() -> None:
+    lacking = made.step("octavo-delayed-reduced", 70.0, peak_gib=None, note="no peak memory: counted too late")
+    rows = [made.step("bf16-compiled", 90.0), lacking]
+    rule = StepMemory("vit", "bf16-compiled", 0.80)
+    assert rule(rows).reason == "octavo-delayed-reduced has no peak memory (counted too late)"
+    rows += [made.step("octavo-current", 80.0, peak_gib=15.0), made.step("octavo-delayed", 80.0, peak_gib=17.0)]
+    rows += [made.step("octavo-delayed-compiled-captured", 60.0, peak_gib=19.0)]
+    verdict = rule(rows)
+    assert (verdict.measured, verdict.verdict) == ("0.850 (17.00 of 20.00 GiB)", "miss")
+    assert verdict.reason == (
+        "octavo-delayed-reduced has no peak memory (counted too late); the most of the others: octavo-delayed 17.00;"
+        " least octavo-current 15.00"
+    )
+
+
+def test_without_any_peak_memory_the_row_that_lacks_it_is_named() -> None:
+    rule = StepMemory("vit", "bf16-compiled", 0.80)
+    rows = [made.step("bf16-compiled", 90.0, peak_gib=None), made.step("octavo-delayed", 80.0)]
+    assert rule(rows).reason == "bf16-compiled has no peak memory (none is counted on this device)"
+    assert rule([*rows, made.step("bf16-compiled", 91.0, repeat=True)]).measured == "1.000 (20.00 of 20.00 GiB)"
+    assert rule(rows[1:]).reason == "bf16-compiled was not asked for in this run"
+    assert rule(rows[:1]).reason == "Octavo was not asked for in this run"
+
+
+def test_the_compilation_of_the_variant_that_is_judged_by_its_speed_counts() -> None:
+    rows = [made.step("bf16-compiled", 1.0, warm_s=10.0), made.step("octavo-current-compiled", 0.9, warm_s=14.0)]
+    assert WarmUp("vit", 1.3)(rows).verdict == "miss"
+    verdict = WarmUp("vit", 1.3)([*rows, made.step("octavo-delayed-reduced", 0.8, warm_s=12.0)])
+    assert (verdict.verdict, verdict.measured) == ("pass", "1.20x (12.0 against 10.0 s)")
+    eager = WarmUp("vit", 1.3)([*rows, made.step("octavo-delayed", 0.8, warm_s=1.0)])
+    assert eager.reason == "octavo-delayed, which is judged by its speed, is not compiled"
+
+
+def test_a_compilation_that_found_its_blocks_compiled_is_not_judged() -> None:
+    rows = [made.step("bf16-compiled", 1.0, warm_s=10.0), made.step("octavo-delayed-compiled", 0.9, warm_s=14.0)]
+    rows.append(made.step("octavo-delayed-reduced", 0.8, warm_s=12.0))
+    verdict = WarmUp("vit", 1.3)(rows)
+    assert verdict.verdict == "not measured"
+    assert verdict.reason == "octavo-delayed-reduced: octavo-delayed-compiled had compiled the same blocks before"
+    # Those of another model, or of other casts, are other blocks.
+    rows[1] = made.step("octavo-delayed-compiled", 0.9, "llama")
     assert WarmUp("vit", 1.3)(rows).verdict == "pass"
-    assert WarmUp("vit", 1.3)([*rows, made.step("octavo-delayed-compiled", 1.0, warm_s=14.0)]).verdict == "miss"
+    rows[1] = made.step("octavo-delayed-lean-compiled", 0.9)
+    assert WarmUp("vit", 1.3)(rows).verdict == "pass"
 
 
 def test_a_cast_is_judged_at_the_largest_shape_and_told_at_all() -> None:

@@ -95,12 +95,26 @@ def test_steps_show_ratios_to_bf16_eager_and_compiled_and_drift() -> None:
     assert octavo["Peak memory GiB"] == "15.00"
     assert rows["BF16, compiled (at the end)"]["Time ms"] == "88.0"
     notes = [note.replace("\u00a0", " ") for note in bench_tables.steps_table(Record(whole()), "vit").notes]
-    assert "BF16, compiled: +2.3 % at the end." in notes  # 88 against 86
+    assert "BF16, compiled, measured again at the end: 2.3 % slower (drift)." in notes  # 88 against 86
+
+
+def test_a_warm_up_that_does_not_tell_what_compiling_costs_is_a_dash_with_the_reason() -> None:
+    table = bench_tables.steps_table(Record(whole()), "vit")
+    warm = {name: row["Warm-up s"] for name, row in cells(table).items()}
+    assert warm["Octavo delayed, compiled"] == warm["BF16"] == "20.0"
+    assert warm["BF16, compiled (at the end)"] == warm["Octavo delayed, compiled, step captured"] == "—"
+    assert any(note.startswith("Warm-up — of BF16, compiled at the end: bf16-compiled had") for note in table.notes)
+
+
+def test_what_a_row_says_beside_its_figures_stands_below_the_table() -> None:
+    noted = made.step("octavo-delayed-reduced", 60.0, peak_gib=None, note="no peak memory: counted too late")
+    notes = bench_tables.steps_table(Record([made.step("bf16", 90.0), noted]), "vit").notes
+    assert "Octavo delayed, compiled to reduce overhead: no peak memory: counted too late" in notes
 
 
 def test_the_same_measured_twice_shows_the_noise() -> None:
     rows = [made.linear("bf16", 8.0), made.linear("bf16-again", 7.92)]
-    (note,) = bench_tables.linear_table(Record(rows), SHAPE).notes
+    note, _ = bench_tables.linear_table(Record(rows), SHAPE).notes
     assert note.replace("\u00a0", " ") == "The same twice: BF16 differs by −1.0 %, which is noise."
 
 

@@ -90,8 +90,10 @@ def linear_figures(row: Row, ceilings: Ceilings, beside: Callable[[str], float |
     m, k, n = row["shape"]
     seconds = row["ms"] / 1e3
     figures: Row = {}
-    if (reference := beside("bf16")) is not None:
-        figures["speedup"] = reference / row["ms"]
+    # BF16 is measured twice: it is compared with at its best.
+    references = [time for time in (beside("bf16"), beside("bf16-again")) if time is not None]
+    if references:
+        figures["speedup"] = min(references) / row["ms"]
     kind = _products_of(name, library, recipe)
     flops, moved = linear_flops(m, k, n), linear_bytes(m, k, n, operand_bytes=2 if kind == "bf16" else 1)
     figures |= {"flops": flops, "per_s": flops / seconds, "bytes": moved}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from octavo.report.methods import method
 from octavo.report.record import Row, number, text
+from octavo.report.wording import enumeration
 
 PEERS = ("te", "torchao")
 _LIBRARIES = {"torch": "", "octavo": "Octavo", "te": "TE", "torchao": "torchao"}
@@ -29,6 +30,7 @@ _MODES = {
     "converted": "converted, not frozen",
     "context": "in autocast",
     "lean": "inputs made again",
+    "linears": "linear layers alone",
     "compiled": "compiled",
     "reduced": "compiled to reduce overhead",
     "whole": "compiled as a whole",
@@ -36,6 +38,7 @@ _MODES = {
     "captured": "step captured",
     "kernels": "by its kernels",
 }
+_COMPILED = ("compiled", "reduced", "whole")
 _MODELS = {
     "vit": "ViT-Huge",
     "llama": "Llama-3-8B's widths, 8 layers",
@@ -93,6 +96,44 @@ def grouped(rows: Iterable[Row], *, by: str = "") -> dict[str, list[Row]]:
     for row in rows:
         groups.setdefault(text(row, by) if by else shape_name(row), []).append(row)
     return groups
+
+
+def said_beside(rows: Iterable[Row], key: str) -> list[str]:
+    """What the rows that were measured say beside their figures under `key`, each rival with its name."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if text(row, "status") != "failed" and text(row, key):
+            found.setdefault(text(row, key), []).append(look(text(row, "rival")).label)
+    return [f"{enumeration(list(dict.fromkeys(labels)))}: {said}" for said, labels in found.items()]
+
+
+def compiled_before(rows: Iterable[Row], row: Row) -> str | None:
+    """Why the warm-up of a compiled step does not tell what compiling costs; None where it does, or nothing compiles.
+
+    What one variant has compiled the compiler finds again: on its disk, whatever the next one is launched by. Of a step
+    that is recorded as CUDA graphs the compiler works before its first steps.
+    """
+    modes = [part for part in text(row, "rival").split("-") if part in _COMPILED]
+    if not modes:
+        return None
+    if text(row, "graph"):
+        return "it was compiled before its first steps, while its graphs were recorded"
+    for other in rows:
+        if other is row:
+            return None
+        same = text(other, "model") == text(row, "model") and _blocks(other) == _blocks(row)
+        if (
+            same
+            and text(other, "status") == "measured"
+            and any(f"-{mode}" in text(other, "rival") for mode in _COMPILED)
+        ):
+            return f"{text(other, 'rival')} had compiled the same blocks before"
+    return None
+
+
+def _blocks(row: Row) -> list[str]:
+    """A rival without how it is compiled and launched: what its blocks are."""
+    return [part for part in text(row, "rival").split("-") if part not in (*_COMPILED, "graphed", "captured")]
 
 
 def model_name(key: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.report.bench_rivals import best_peer, grouped, look, measured, shape_name
+from octavo.report.bench_rivals import best_peer, compiled_before, grouped, look, measured, said_beside, shape_name
 from octavo.report.record import Record, Row, number, text
 from octavo.report.tables import Cell, Column, Table
 from octavo.report.wording import (
@@ -138,6 +138,8 @@ def linear_table(record: Record, shape: str) -> Table:
         _NOTE,
     ]
     notes = _noise(group, "bf16", "bf16-again", "The same twice")
+    notes += ["BF16 = 1: the faster of both."] if notes else []
+    notes += said_beside(group, "note")
     if any(_OTHER_METHOD in row[1].text for row in rows):
         notes.append(
             f"{_OTHER_METHOD} the sum of its kernels' times: it could not be captured. Gaps do not count there."
@@ -183,6 +185,7 @@ def steps_table(record: Record, model: str, kind: str = "step") -> Table:
             Cell(ABSENT if value is None or other is None else ratio(other / value)) for other in reference.values()
         ]
         layers = number(row, "converted")
+        warm = None if compiled_before(group, row) else number(row, "warm_s")
         rows.append(
             [
                 Cell(own.label + (" (at the end)" if row.get("repeat") is True else ""), color=own.color),
@@ -194,7 +197,7 @@ def steps_table(record: Record, model: str, kind: str = "step") -> Table:
                 Cell(_rate(row)),
                 Cell(optional(number(row, "peak_gib"), lambda gib: decimals(gib, 2))),
                 Cell(optional(layers, lambda count: decimals(count, 0))),
-                Cell(optional(number(row, "warm_s"), lambda seconds: decimals(seconds, 1))),
+                Cell(optional(warm, lambda seconds: decimals(seconds, 1))),
                 _note(row),
             ]
         )
@@ -212,14 +215,15 @@ def steps_table(record: Record, model: str, kind: str = "step") -> Table:
         Column("Warm-up", "s"),
         _NOTE,
     ]
-    drift = [
-        f"{look(text(first, 'rival')).label}: {_change(first, last)} at the end."
+    notes = [
+        f"{look(text(first, 'rival')).label}, measured again at the end: {_drift(first, last)}."
         for last in measured(group, "ms")
         if last.get("repeat") is True
         for first in measured(group, "ms")[:-1]
         if text(first, "rival") == text(last, "rival") and first is not last
     ]
-    return _with_notes(Table(model, columns, rows, drift))
+    notes += said_beside(group, "note") + _warm_notes(group)
+    return _with_notes(Table(model, columns, rows, notes))
 
 
 def layers_table(record: Record, shape: str) -> Table:
@@ -257,7 +261,7 @@ def layers_table(record: Record, shape: str) -> Table:
     ]
     note = "BF16 = 1: the faster of Octavo's layer without FP8 and one of torch's parts, launched in the same way."
     caption = f"Sequence × batch × hidden × ffn × heads = {shape}: forward and backward"
-    return _with_notes(Table(caption, columns, rows, [note] if rows else []))
+    return _with_notes(Table(caption, columns, rows, [note, *said_beside(group, "note")] if rows else []))
 
 
 def batch_table(record: Record) -> Table:
@@ -326,6 +330,23 @@ def _change(first: Row, second: Row) -> str:
     """By how much a second measurement of the same thing differs."""
     before, after = number(first, "ms"), number(second, "ms")
     return ABSENT if not before or after is None else percent(100 * (after / before - 1), 1)
+
+
+def _drift(first: Row, second: Row) -> str:
+    """The same in words: the device was faster or slower then."""
+    before, after = number(first, "ms") or 0.0, number(second, "ms") or 0.0
+    change = 100 * (after / before - 1) if before else 0.0
+    return f"{percent(abs(change), 1, signed=False)} {'slower' if change >= 0 else 'faster'} (drift)"
+
+
+def _warm_notes(group: list[Row]) -> list[str]:
+    """Why some steps have no warm-up."""
+    reasons: dict[str, list[str]] = {}
+    for row in measured(group, "warm_s"):
+        if reason := compiled_before(group, row):
+            again = " at the end" if row.get("repeat") is True else ""
+            reasons.setdefault(reason, []).append(f"{look(text(row, 'rival')).label}{again}")
+    return [f"Warm-up {ABSENT} of {enumeration(names)}: {reason}." for reason, names in reasons.items()]
 
 
 def _noise(group: list[Row], one: str, other: str, words: str) -> list[str]:

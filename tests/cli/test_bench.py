@@ -66,6 +66,15 @@ def test_a_record_of_another_machine_becomes_tables_and_a_page(tmp_path: Path) -
     assert not (tmp_path / "page" / "record.jsonl").exists()
 
 
+def test_verdicts_that_a_record_holds_are_judged_anew(tmp_path: Path) -> None:
+    what = "ViT-Huge step, batch 32, peak memory"
+    stale = {"kind": "target", "what": what, "target": "≤ 0.80x BF16 compiled", "verdict": "miss", "measured": "9.9"}
+    record = write(tmp_path / "record.jsonl", [*made.whole(), stale])
+    result = run.invoke(app, ["bench", "--from", record, "--out", str(tmp_path / "page"), "--json"])
+    judged = [row for row in json.loads(result.stdout) if row.get("what") == what]
+    assert [(row["verdict"], row["measured"]) for row in judged] == [("pass", "0.750 (15.00 of 20.00 GiB)")]
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [

@@ -149,6 +149,41 @@ def test_nothing_replaced_is_said_and_why() -> None:
         freeze(model)
 
 
+def test_what_is_left_is_said_and_why() -> None:
+    model = nn.ModuleDict({
+        "body": nn.Linear(16, 16), "twice": TwiceLinear(16, 16), "mlp": octavo.LayerNormMLP(16, 32),
+        "head": nn.Linear(16, 8), "tied": nn.Linear(16, 8),
+    })  # fmt: skip
+    model["tied"].weight = model["head"].weight
+    report = freeze(model, "row", exclude="mlp")
+    assert report == ["body"]
+    assert [tuple(layer) for layer in report.left] == [
+        ("twice", "TwiceLinear", "TwiceLinear has a forward of its own"),
+        ("mlp", "LayerNormMLP", "excluded by 'mlp'"),
+        ("head", "Linear", "its weight is tied to another module's"),
+        ("tied", "Linear", "its weight is tied to another module's"),
+    ]
+    lines = str(report).splitlines()
+    assert lines[2].split() == ["body", "Linear", "yes", "row"]
+    assert lines[3].split()[:4] == ["twice", "TwiceLinear", "no", "TwiceLinear"]
+    assert lines[-1] == "1 of 5 layers frozen."
+
+
+@pytest.mark.parametrize("scheme", ["row", "tensor_dynamic"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_codes_are_not_loaded_as_the_weight_of_a_layer_that_trains(scheme: str, strict: bool) -> None:
+    served = nn.Sequential(nn.Linear(16, 32), octavo.LayerNormMLP(32, 16))
+    freeze(served, scheme)
+    state = served.state_dict()
+    for number, key in ((0, "0.weight"), (1, "1.fc1_weight")):
+        model = nn.Sequential(octavo.Linear(16, 32), octavo.LayerNormMLP(32, 16))
+        own = {name: value for name, value in state.items() if name.startswith(str(number))}
+        with pytest.raises(
+            ValueError, match=rf"{key} is torch.float8_e4m3fn of shape .* a frozen checkpoint\? It loads"
+        ):
+            model.load_state_dict(own, strict=strict)
+
+
 class TwiceLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(input)

@@ -180,6 +180,8 @@ def test_unknown_keys_and_wrong_values_are_still_refused() -> None:
         network().load_state_dict({**state, "0.output_scale": torch.ones(())}, strict=True)
     with pytest.raises(ValueError, match="one positive finite number"):
         network().load_state_dict({**state, "0.input_scale": torch.zeros(())})
+    with pytest.raises(ValueError, match=r"found shape \(64, 1\): a frozen checkpoint\?\. Leave them out"):
+        network().load_state_dict({**state, "0.weight_scale": torch.ones(64, 1)})
 
 
 @pytest.mark.parametrize("recipe", [DELAYED, DelayedScaling(initialise_from_first_batch=True, amax_history_len=1)])

@@ -2,6 +2,7 @@
 
 from octavo.inference.calibrate import calibrate
 from octavo.inference.freeze import freeze
+from octavo.inference.freeze_report import FreezeReport, LeftLayer
 from octavo.inference.frozen_grouped_linear import FrozenGroupedLinear
 from octavo.inference.frozen_layer import FrozenLayer
 from octavo.inference.frozen_layernorm_linear import FrozenLayerNormLinear
@@ -11,11 +12,13 @@ from octavo.inference.scheme import SCHEMES, Scheme
 
 __all__ = [
     "SCHEMES",
+    "FreezeReport",
     "FrozenGroupedLinear",
     "FrozenLayer",
     "FrozenLayerNormLinear",
     "FrozenLayerNormMLP",
     "FrozenLinear",
+    "LeftLayer",
     "Scheme",
     "calibrate",
     "freeze",

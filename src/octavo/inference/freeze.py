@@ -12,6 +12,7 @@ from torch import nn
 from octavo.conversion.fuse import unfuse
 from octavo.conversion.fused import kind_of
 from octavo.conversion.selection import Candidate, candidates, checked_selection, unmatched_patterns
+from octavo.inference.freeze_report import FreezeReport, LeftLayer
 from octavo.inference.freezing import freezes, frozen_form
 from octavo.inference.frozen_layer import FrozenLayer, check_input_scale
 from octavo.inference.frozen_linear import FrozenLinear
@@ -25,8 +26,10 @@ def freeze(
     *,
     input_scales: Mapping[str, float] | None = None,
     exclude: str | Iterable[str] = (),
-) -> list[str]:
+) -> FreezeReport:
     """Replace every linear layer of `model` by its frozen form, in place -> the qualified names of those replaced.
+
+    They are a list that also knows what was left, and why (`report.left`), and prints as a table of both.
 
     `FrozenLinear` stands for an `nn.Linear`, an `octavo.Linear` and their kin, `FrozenLayerNormLinear`,
     `FrozenLayerNormMLP` and `FrozenGroupedLinear` for those layers of Octavo's, which are frozen as a whole; of
@@ -53,7 +56,9 @@ def freeze(
     selection = checked_selection(None, exclude, "all")
     found = candidates(model, selection)
     tied = _tied(model)
-    layers = [layer for layer in _whole_layers(found) if not _reasons(layer, tied)]
+    reasons = [(layer, _reasons(layer, tied)) for layer in _whole_layers(found)]
+    layers = [layer for layer, why in reasons if not why]
+    left = [LeftLayer(layer.name, layer.kind, "; ".join(dict.fromkeys(why))) for layer, why in reasons if why]
     if any(layer.name == "" for layer in layers):
         raise ValueError("the model is itself a linear layer: put it into a module, such as nn.Sequential")
     for layer in layers:
@@ -67,13 +72,14 @@ def freeze(
     for pattern in unmatched_patterns(found, selection):
         warnings.warn(f"octavo.inference.freeze: exclude pattern {pattern!r} matches no linear layer", stacklevel=2)
     if not layers:
-        warnings.warn(f"octavo.inference.freeze replaced nothing: {_why_none(found, tied)}", stacklevel=2)
+        warnings.warn(f"octavo.inference.freeze replaced nothing: {_why_none(left)}", stacklevel=2)
+    report = FreezeReport([(layer.name, layer.kind) for layer in layers], left, scheme)
     frozen = {id(layer.module): _frozen(layer, chosen, scales) for layer in layers}
     # What ran as one with a layer that goes, runs by itself again.
     unfuse(model)
     _replace(model, frozen)
     _leave_fast_path(model)
-    return [layer.name for layer in layers]
+    return report
 
 
 class _Layer(NamedTuple):
@@ -82,6 +88,11 @@ class _Layer(NamedTuple):
     name: str
     module: nn.Module
     parts: list[Candidate]
+
+    @property
+    def kind(self) -> str:
+        """Its class, as reports call it."""
+        return kind_of(self.parts[0].module)
 
 
 def _whole_layers(found: list[Candidate]) -> list[_Layer]:
@@ -117,7 +128,7 @@ def _reasons(layer: _Layer, tied: set[int]) -> list[str]:
     excluded = [part.name for part in layer.parts if part.reasons]
     if 0 < len(excluded) < len(layer.parts):
         raise ValueError(
-            f"exclude leaves out {excluded[0]!r}, a part of {layer.name!r}, a {kind_of(layer.parts[0].module)}, which"
+            f"exclude leaves out {excluded[0]!r}, a part of {layer.name!r}, a {layer.kind}, which"
             f" is frozen as a whole: exclude all of it (exclude=[{re.escape(layer.name)!r}]), or nothing"
         )
     return reasons
@@ -158,10 +169,10 @@ def _refuse_smoothed(layer: _Layer) -> None:
         )
 
 
-def _why_none(found: list[Candidate], tied: set[int]) -> str:
-    if not found:
+def _why_none(left: list[LeftLayer]) -> str:
+    if not left:
         return "the model has no linear layer"
-    return "; ".join(f"{layer.name}: {_reasons(layer, tied)[0]}" for layer in _whole_layers(found)[:5])
+    return "; ".join(f"{layer.name}: {layer.reason}" for layer in left[:5])
 
 
 def _frozen(layer: _Layer, scheme: Scheme, scales: Mapping[str, float]) -> FrozenLayer:

@@ -141,7 +141,12 @@ class LayerState:
         return self.input.gathered.device
 
     def taken_out(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
-        """The entries that `saved` made, taken out of `state_dict`, without their prefix."""
+        """The entries that `saved` made, taken out of `state_dict`, without their prefix.
+
+        Raises:
+            ValueError: the scale is one of codes that stand for the weight, as in a frozen checkpoint.
+        """
+        _refuse_codes(state_dict, prefix)
         keys = [f"{name}_{part}" for name in OPERANDS for part in ("scale", "amax_history")]
         return {key: state_dict.pop(prefix + key) for key in keys if prefix + key in state_dict}
 
@@ -179,6 +184,17 @@ class LayerState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         _register(self)
+
+
+def _refuse_codes(state_dict: dict[str, Any], prefix: str) -> None:
+    """Codes would be copied into the weight as if they were its values."""
+    weight, scale = state_dict.get(f"{prefix}weight"), state_dict.get(f"{prefix}weight_scale")
+    if type(weight) is torch.Tensor and scale is not None and weight.is_floating_point() and weight.itemsize == 1:
+        raise ValueError(
+            f"{prefix}weight is {weight.dtype} of shape {tuple(weight.shape)}, and {prefix}weight_scale of shape"
+            f" {tuple(scale.shape)}: codes of a frozen checkpoint? It loads into a model frozen with the same scheme:"
+            " octavo.inference.freeze(model, scheme) first"
+        )
 
 
 def _register(state: LayerState) -> None:

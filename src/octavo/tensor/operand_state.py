@@ -142,9 +142,8 @@ class OperandState:
                 no vector.
         """
         if scale.numel() != 1 or float(scale) <= 0 or float(scale) == float("inf"):
-            raise ValueError(
-                f"a scale must be one positive finite number, or NaN if not known yet; found {scale.tolist()}"
-            )
+            found = f"{scale.item()}" if scale.numel() == 1 else f"shape {tuple(scale.shape)}: a frozen checkpoint?"
+            raise ValueError(f"a scale must be one positive finite number, or NaN if not known yet; found {found}")
         if history.dim() != 1 or history.numel() == 0:
             raise ValueError(f"an amax history must be a vector of length 1 or more, found {tuple(history.shape)}")
         device = self.gathered.device

@@ -17,7 +17,7 @@ def verdicts(rows: list[dict[str, Any]]) -> dict[tuple[str, str], str]:
 
 def test_a_record_is_judged_line_by_line() -> None:
     found = verdicts(made.whole())
-    name = "Linear 8192, 768, 3072"
+    name = "Linear M 8192, K 768, N 3072"
     assert found["Cast, transpose and amax", "≥ 90 % of copy, the largest matrix"] == "pass"
     assert found[f"{name}, delayed", "products + casts at 89 % of copy"] == "pass"
     assert found[f"{name}, current", "products + casts at 89 % of copy"] == "miss"

@@ -42,12 +42,14 @@ def test_without_plotly_the_record_is_kept_and_the_page_is_left_out_with_a_messa
     base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def absent(*args: object) -> None:
-        raise ModuleNotFoundError("the bench's page needs plotly, which is not installed: pip install octavo[study]")
+        raise ModuleNotFoundError("the bench's page needs plotly, which is not installed", name="plotly")
 
     monkeypatch.setattr("octavo.cli.bench.build_bench", absent)
     result = run.invoke(app, [*base, "--only", "host"])
     assert result.exit_code == 0, result.output
-    assert "no page: the bench's page needs plotly" in result.stderr
+    record = tmp_path / "run" / "record.jsonl"
+    line = f"octavo bench: no page: needs plotly, pip install octavo[study]; then octavo bench --from {record}\n"
+    assert line in result.stderr
     assert "page:" not in result.stdout
     assert (tmp_path / "run" / "record.jsonl").exists()
 
@@ -83,7 +85,7 @@ def test_verdicts_that_a_record_holds_are_judged_anew(tmp_path: Path) -> None:
         (["--variants", "fp8"], "--variants names 'fp8', which is unknown"),
         (["--time-limit", "soon"], "'soon' is no duration"),
         (["--device", "tpu"], "device 'tpu' is unknown"),
-        (["--from", "nowhere.jsonl"], "No such file"),
+        (["--from", "nowhere.jsonl"], "--device chooses what is measured, and --from measures nothing"),
     ],
 )
 def test_wrong_usage_is_exit_code_2_with_the_reason(base: list[str], extra: list[str], message: str) -> None:
@@ -103,11 +105,48 @@ def test_a_record_that_exists_is_not_replaced(base: list[str], tmp_path: Path) -
     assert record.read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [["--only", "steps"], ["--models", "vit"], ["--variants", "bf16"], ["--quick"], ["--time-limit", "8m"],
+     ["--seed", "0"], ["--memory-limit", "20"], ["--commit", "abc"]],
+)  # fmt: skip
+def test_from_refuses_what_it_would_not_heed(extra: list[str], tmp_path: Path) -> None:
+    record = write(tmp_path / "record.jsonl", made.whole())
+    result = run.invoke(app, ["bench", "--from", record, "--out", str(tmp_path / "page"), *extra])
+    assert result.exit_code == 2
+    assert f"{extra[0]} chooses what is measured, and --from measures nothing: leave one out" in result.stderr
+    assert not (tmp_path / "page").exists()
+
+
+def test_from_names_the_record_that_is_not_there_and_the_remedy() -> None:
+    result = run.invoke(app, ["bench", "--from", "nope.jsonl"])
+    assert result.exit_code == 2
+    assert "--from nope.jsonl: no such record; give the record.jsonl that octavo bench wrote, or its" in result.stderr
+
+
+@pytest.mark.parametrize("held", ["record.jsonl", "report.html"])
+def test_from_replaces_nothing_of_another_run(held: str, tmp_path: Path) -> None:
+    given, folder = write(tmp_path / "given.jsonl", made.whole()), tmp_path / "other"
+    folder.mkdir()
+    (folder / held).write_text("kept")
+    result = run.invoke(app, ["bench", "--from", given, "--out", str(folder)])
+    assert result.exit_code == 2
+    assert f"{held} exists and is of another run: move it, or choose another --out" in result.stderr
+    assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(held, "kept")]
+
+
+def test_a_run_s_own_folder_gets_its_page_again(tmp_path: Path) -> None:
+    write(tmp_path / "record.jsonl", made.whole())
+    (tmp_path / "report.html").write_text("old")
+    assert run.invoke(app, ["bench", "--from", str(tmp_path), "--out", str(tmp_path)]).exit_code == 0
+    assert "<h1>" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
 def test_from_takes_a_folder_and_refuses_what_holds_no_bench(tmp_path: Path) -> None:
     write(tmp_path / "record.jsonl", made.whole())
-    page = ["--out", str(tmp_path / "page")]
+    page = ["--out", str(tmp_path / "pages")]
     assert run.invoke(app, ["bench", "--from", str(tmp_path), *page]).exit_code == 0
-    result = run.invoke(app, ["bench", "--from", write(tmp_path / "other.jsonl", [{"a": 1}]), *page])
+    result = run.invoke(app, ["bench", "--from", write(tmp_path / "other.jsonl", [{"a": 1}])])
     assert result.exit_code == 2
     assert "other.jsonl holds no run of octavo bench" in result.stderr
 
@@ -152,3 +191,14 @@ def test_help_shows_an_example_and_the_exit_codes() -> None:
 )
 def test_a_line_for_every_row_that_is_measured(row: dict[str, Any], said: str) -> None:
     assert said_of(row) == said
+
+
+def test_a_pipe_gets_every_column_and_name_whole(tmp_path: Path) -> None:
+    record = write(tmp_path / "record.jsonl", made.whole())
+    command = ["bench", "--from", record, "--out"]
+    whole = run.invoke(app, [*command, str(tmp_path / "a")], env={"COLUMNS": ""}).stdout
+    assert any("Octavo delayed, compiled, step captured" in line and "60.0 – 60.0" in line for line in whole.split("\n"))
+    narrow = run.invoke(app, [*command, str(tmp_path / "b")], env={"COLUMNS": "80"}).stdout
+    assert "60.0 – 60.0" not in narrow
+    assert "for want of width" in narrow
+    assert "…" not in whole + narrow

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -15,9 +16,11 @@ from tests.report import check_page
 
 from octavo.bench import with_targets
 from octavo.report import bench_charts, bench_tables
+from octavo.report.bench_fitting import fitted, kept_columns
 from octavo.report.bench_page import build_bench, render_bench
 from octavo.report.bench_rivals import best_peer, look
 from octavo.report.bench_sections import bench_sections, sections_table, sentences, verdict_words
+from octavo.report.bench_targets import targets_table, unmeasured
 from octavo.report.bench_terminal import bench_summary
 from octavo.report.record import Record
 from octavo.report.tables import Table
@@ -132,12 +135,12 @@ def test_the_answer_says_how_many_targets_passed_and_names_each_that_was_missed(
     assert words[0] == verdict_words(record)
     assert re.match(r"Targets: \d+ passed, 1 missed, \d+ not measured here\.", words[0])
     assert len(words) == 1 + len(missed) == 2
-    assert "Linear 8192, 768, 3072, current: 5.8 ms, 1.036 of the 5.6 ms asked" in words[1]
+    assert "Linear M 8192, K 768, N 3072, current: 5.8 ms, 1.036 of the 5.6 ms asked" in words[1]
 
 
 def printed(rows: list[dict[str, Any]], width: int = 200) -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
-    console.print(bench_summary(rows))
+    console.print(bench_summary(rows, width))
     console.file.close()
     return console.export_text()
 
@@ -163,15 +166,55 @@ def test_a_target_is_a_line_with_its_verdict_and_below_what_was_measured(width: 
         assert lines[place + 1].startswith(f"       {row['measured'][:20]}")
 
 
-def test_targets_that_were_not_measured_stand_together_by_reason() -> None:
+def test_of_targets_that_were_not_measured_a_line_a_section_says_why() -> None:
     lines = [line.rstrip() for line in printed(whole(), 120).splitlines()]
-    reason = "the section inference was not asked for in this run"
-    assert lines.count(reason) == 1
-    place = lines.index(reason)
-    assert lines[place + 1] == "  GPT-2 small, prefill: told: an article expects 1.8x"
-    assert lines[place + 2] == "  Llama layers, decoding, first token, loading: told"
+    rows = [row for row in whole() if row["kind"] == "target"]
+    other = {row["section"] for row in rows if row["verdict"] == "not measured"}
+    found = unmeasured(Record(whole()))
+    assert len(found) == len(other) > 3
+    assert all(line in lines or len(line) > 120 for line in found)
+    assert "host, 2: not asked for in this run" in found
+    block = [line for line in found if line.startswith("linear")]
+    assert "te-block: RuntimeError: no kernel image (1)" in block[0]
     told = next(line for line in lines if line.startswith("· told"))
     assert told == "· told ViT-Huge, largest batch in 20 GiB: told"
+
+
+def test_the_page_s_targets_are_those_that_were_judged() -> None:
+    table = targets_table(Record(whole()))
+    assert {row[3].text for row in table.rows} == {"pass", "miss", "reported"}
+    assert len(table.notes) == len(unmeasured(Record(whole())))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_in_a_narrow_terminal_columns_go_and_no_figure_or_name_is_cut(width: int) -> None:
+    text = printed(whole(), width)
+    assert "…" not in text
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "for want of width: a wider terminal" in " ".join(text.split())
+    for figure in ("1.49×", "70.0", "88.0", "117", "0.100"):
+        assert figure in text, figure
+    for word in ("captured", "compiled", "delayed,", "products"):
+        assert re.search(rf"\b{word}", text), word
+
+
+def test_without_a_width_every_column_is_there_and_every_row_is_one_line() -> None:
+    table = bench_tables.steps_table(Record(whole()), "vit")
+    shown, said = fitted(table, None)
+    assert said == []
+    assert len(shown.columns) == len(table.columns)
+    name = "Octavo delayed, compiled, step captured"
+    console = Console(width=1000, record=True, file=io.StringIO())
+    console.print(shown)
+    assert any(line.strip().startswith(name) for line in console.export_text().splitlines())
+
+
+def test_columns_go_in_their_order_until_the_others_fit() -> None:
+    assert kept_columns([10, 5, 5, 5], [2, 1], None) == [0, 1, 2, 3]
+    assert kept_columns([10, 5, 5, 5], [2, 1], 33) == [0, 1, 2, 3]
+    assert kept_columns([10, 5, 5, 5], [2, 1], 32) == [0, 1, 3]
+    assert kept_columns([10, 5, 5, 5], [2, 1], 25) == [0, 3]
+    assert kept_columns([10, 5, 5, 5], [2, 1], 1) == [0, 3]
 
 
 def test_the_time_of_sections_and_what_it_went_into_is_shown() -> None:
@@ -264,6 +307,7 @@ def test_the_page_needs_no_torch(tmp_path: Path) -> None:
 import sys, types, pathlib
 package = types.ModuleType("octavo"); package.__path__ = [{str(SOURCE / "octavo")!r}]
 sys.modules.update({{"octavo": package, "torch": None, "numpy": None}})
+from octavo.report.bench_fitting import fitted, kept_columns
 from octavo.report.bench_page import build_bench
 from octavo.report.record import read_jsonl
 build_bench(read_jsonl(pathlib.Path({str(record)!r}))[0], pathlib.Path({str(tmp_path / "out.html")!r}))

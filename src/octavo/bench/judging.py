@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from octavo.report.bench_rivals import compiled_before
 
@@ -22,7 +22,13 @@ class Verdict(NamedTuple):
 
 
 class Rule(Protocol):
-    """Judges a record."""
+    """Judges a record.
+
+    Attributes:
+        section: of the bench, whose rows it judges; "elsewhere" for none.
+    """
+
+    section: ClassVar[str]
 
     def __call__(self, rows: Sequence[Row]) -> Verdict:
         """The verdict, from the rows of one record."""
@@ -72,6 +78,7 @@ def _lack(row: Row | None, name: str) -> str | None:
 class CastRate:
     """A cast of the largest matrix runs at `least` of the ceiling of copying."""
 
+    section: ClassVar[str] = "casts"
     name: str
     least: float
 
@@ -95,6 +102,7 @@ class CastRate:
 class LinearTime:
     """A Linear takes no longer than its products alone and its casts at 1 / 1.12 of copy's rate."""
 
+    section: ClassVar[str] = "linear"
     rival: str
     shape: tuple[int, int, int]
 
@@ -114,6 +122,7 @@ class LinearTime:
 class BeatsPeer:
     """A Linear is faster than a peer's, by a margin."""
 
+    section: ClassVar[str] = "linear"
     rival: str
     peer: str
     shape: tuple[int, int, int]
@@ -139,6 +148,7 @@ class BeatsPeer:
 class HostRatio:
     """Forward and backward cost the host at most `most` times what nn.Linear costs it."""
 
+    section: ClassVar[str] = "host"
     rival: str
     most: float
 
@@ -173,6 +183,7 @@ def fastest_octavo(rows: Sequence[Row], model: str) -> Row | None:
 class StepSpeed:
     """Octavo's fastest variant is `least` times as fast as a reference; `beside` are models that give one as well."""
 
+    section: ClassVar[str] = "steps"
     model: str
     reference: str
     least: float
@@ -219,6 +230,7 @@ class LayerSpeed:
     FP8 instead, which is to be beaten.
     """
 
+    section: ClassVar[str] = "layers"
     shape: tuple[int, ...]
     graph: str = ""
     least: float = 1.0
@@ -248,6 +260,7 @@ class StepMemory:
     Where its row has no peak, the one that needs most of Octavo's others without CUDA graphs is judged instead.
     """
 
+    section: ClassVar[str] = "steps"
     model: str
     reference: str
     most: float
@@ -291,6 +304,7 @@ def _no_peak(row: Row) -> str:
 class WarmUp:
     """Compiling the variant that is judged by its speed takes at most `most` times what compiling BF16 takes."""
 
+    section: ClassVar[str] = "steps"
     model: str
     most: float
 
@@ -320,6 +334,8 @@ def _is_compiled(row: Row) -> bool:
 class LargestBatch:
     """How many samples a step takes in a limit of memory: told, not judged."""
 
+    section: ClassVar[str] = "article"
+
     def __call__(self, rows: Sequence[Row]) -> Verdict:
         """Octavo's beside BF16's."""
         found = [row for row in rows if row["kind"] == "batch_limit"]
@@ -337,6 +353,7 @@ class LargestBatch:
 class Elsewhere:
     """A target that this command does not measure, and why."""
 
+    section: ClassVar[str] = "elsewhere"
     reason: str
 
     def __call__(self, rows: Sequence[Row]) -> Verdict:

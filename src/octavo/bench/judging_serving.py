@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from octavo.bench.judging import MISS, NOT_MEASURED, PASS, REPORTED, Row, Verdict
 from octavo.bench.roofline import Ceilings, ceilings_of
@@ -53,6 +54,7 @@ def _words(pair: tuple[Row, Row]) -> str:
 class PrefillSpeed:
     """Octavo's fastest scheme reads prompts `least` times as fast as BF16, in every form that was measured."""
 
+    section: ClassVar[str] = "inference"
     model: str
     least: float
 
@@ -81,6 +83,7 @@ class PrefillExpected:
     as long as it takes in BF16, a prefill of T ms takes T - P16 + P8 + C, and is no faster than that.
     """
 
+    section: ClassVar[str] = "inference"
     model: str
     expected: float
 
@@ -128,6 +131,7 @@ def _reach(reference: Row, own: Row, rates: Ceilings) -> str:
 class ServedTold:
     """Decoding, the first token and loading of a model: told."""
 
+    section: ClassVar[str] = "inference"
     model: str
 
     def __call__(self, rows: Sequence[Row]) -> Verdict:

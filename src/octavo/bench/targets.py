@@ -55,7 +55,7 @@ _TWO_READS = f"{_ONE_READ}; and 1.12 * 2 bytes more for the amax that is measure
 
 
 def _named(shape: Shape) -> str:
-    return "{}, {}, {}".format(*shape)
+    return "M {}, K {}, N {}".format(*shape)
 
 
 def _of_shape(shape: Shape) -> list[Target]:
@@ -145,6 +145,7 @@ def target_rows(rows: Sequence[Row]) -> list[Row]:
     for target in TARGETS:
         rule = Elsewhere("FP8 is emulated on this device") if emulated else target.rule
         verdict = rule(rows)
-        about = {"kind": "target", "what": target.what, "target": target.target, "derivation": target.derivation}
+        about = {"kind": "target", "section": target.rule.section, "what": target.what, "target": target.target}
+        about["derivation"] = target.derivation
         found.append(about | verdict._asdict())
     return found

@@ -14,10 +14,13 @@ import typer
 from rich.console import Console
 
 from octavo.bench import MODELS, SECTIONS, BenchSettings, joined_records, run_bench, with_targets
+from octavo.bench.settings import RECORD
 from octavo.cli.console import parse_duration
+from octavo.cli.printing import print_fitted
 from octavo.report.bench_page import build_bench
 from octavo.report.bench_terminal import bench_summary
 
+PAGE = "report.html"
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 # What a line says of a row: the field, in which words, and what it is multiplied by.
 _FIGURES = (
@@ -61,6 +64,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the rows as JSON
 
 
 def bench(
+    context: typer.Context,
     only: OnlyOption = None,
     models: ModelsOption = None,
     variants: VariantsOption = None,
@@ -90,9 +94,10 @@ def bench(
     folder = out or Path("runs") / f"{datetime.datetime.now(datetime.timezone.utc):%Y%m%d-%H%M%S}-bench"
     try:
         if records:
+            _check_from(context, records, folder)
             rows = joined_records(records)
             folder.mkdir(parents=True, exist_ok=True)
-            finish(rows, folder, as_json, errors)
+            finish(rows, folder, as_json, errors, records)
             return
         choices = {"only": parse_names(only), "models": parse_names(models), "variants": parse_names(variants)}
         settings = BenchSettings(
@@ -109,6 +114,30 @@ def bench(
         complain(errors, error)
         raise typer.Exit(USAGE) from error
     execute(settings, as_json, errors)
+
+
+# What --from goes with: the others choose what is measured.
+_WITH_FROM = ("records", "out", "as_json", "context")
+
+
+def _check_from(context: typer.Context, records: list[Path], folder: Path) -> None:
+    """Raise ValueError for an option that does nothing here, a record that lacks, or a page that would be replaced."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if parameter.name not in _WITH_FROM and source is not None and source.name == "COMMANDLINE":
+            raise ValueError(
+                f"{parameter.opts[0]} chooses what is measured, and --from measures nothing: leave one out"
+            )
+    for path in records:
+        if not (path / RECORD if path.is_dir() else path).is_file():
+            raise ValueError(f"--from {path}: no such record; give the {RECORD} that octavo bench wrote, or its folder")
+    own = folder / RECORD
+    given = {(path / RECORD if path.is_dir() else path).resolve() for path in records}
+    if given == {own.resolve()}:
+        return
+    for path in (own, folder / PAGE):
+        if path.exists():
+            raise ValueError(f"{path} exists and is of another run: move it, or choose another --out")
 
 
 def parse_names(text: str | None) -> tuple[str, ...] | None:
@@ -139,27 +168,27 @@ def execute(settings: BenchSettings, as_json: bool, errors: Console) -> None:
     except (ValueError, OSError) as error:
         complain(errors, error)
         raise typer.Exit(FAILED) from error
-    finish(rows, settings.out, as_json, errors)
+    finish(rows, settings.out, as_json, errors, [settings.record_path])
     if any(row["kind"] == "section" and row["status"] == "failed" for row in rows):
         raise typer.Exit(FAILED)
 
 
-def finish(rows: list[dict[str, Any]], folder: Path, as_json: bool, errors: Console) -> None:
+def finish(rows: list[dict[str, Any]], folder: Path, as_json: bool, errors: Console, records: list[Path]) -> None:
     """The page, if its libraries are here, and the tables or the JSON."""
     rows = with_targets(rows)
-    page = folder / "report.html"
+    page = folder / PAGE
     try:
         build_bench(rows, page)
     except ModuleNotFoundError as error:
+        again = " ".join(f"--from {path}" for path in records)
         errors.print(
-            f"octavo bench: no page: {error}. The record has everything: octavo bench --from record.jsonl makes it",
+            f"octavo bench: no page: needs {error.name or error}, pip install octavo[study]; then octavo bench {again}",
             soft_wrap=True, highlight=False, markup=False,
         )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(rows, indent=1, allow_nan=False))
         return
-    with contextlib.suppress(BrokenPipeError):
-        Console().print(bench_summary(rows))
+    print_fitted(lambda width: bench_summary(rows, width))
     for name, path in (("page", page), ("record", folder / "record.jsonl")):
         if path.exists():
             typer.echo(f"{name}: {path}")

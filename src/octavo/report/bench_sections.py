@@ -7,6 +7,7 @@ import shlex
 from octavo.report import bench_charts, bench_tables
 from octavo.report.bench_inference import inference_tables
 from octavo.report.bench_rivals import grouped, model_name
+from octavo.report.bench_targets import targets_table
 from octavo.report.headline import BAD, GOOD, PLAIN, WITHOUT, Sentence, Tile
 from octavo.report.record import Record, Row, number, text
 from octavo.report.sections import Section
@@ -158,7 +159,7 @@ def bench_sections(record: Record) -> list[Section]:
     absent = "The record has no rows of this: the section was not asked for, or the time limit left it out."
     return [
         _section("targets", "Targets", "Each within one run, by one method.", [],
-                 [bench_tables.targets_table(record)], "The record has no targets."),
+                 [targets_table(record)], "The record has no targets."),
         _section("ceilings", "Ceilings", "What the device reaches in this run.", [],
                  [bench_tables.ceilings_table(record)], absent),
         _section("casts", "Casts", "Codes in both layouts, beside a copy of the same matrix.",

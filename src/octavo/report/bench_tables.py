@@ -1,4 +1,4 @@
-"""The tables of a bench: targets, ceilings, casts, Linears, host time, steps. Page and terminal show the same."""
+"""The tables of a bench: ceilings, casts, Linears, host time, steps. Page and terminal show the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from octavo.report.wording import (
     size,
 )
 
-VERDICT_TONES = {"pass": "good", "miss": "bad"}
 _CEILINGS = {
     "copy": "copy, read and written",
     "bf16": "products in BF16",
@@ -27,18 +26,6 @@ _CEILINGS = {
     "fp8_block": "FP8 products, blocks of 1×128 and 128×128",
 }
 _OTHER_METHOD = "\u2020"
-
-
-def targets_table(record: Record) -> Table:
-    """Every target, what was measured, and the verdict."""
-    rows = []
-    for row in record.all("target"):
-        verdict = text(row, "verdict")
-        tone = VERDICT_TONES.get(verdict, "muted")
-        cells = [Cell(text(row, key) or ABSENT) for key in ("what", "target", "measured")]
-        rows.append([*cells, Cell(verdict, tone), Cell(text(row, "reason") or ABSENT, "muted")])
-    columns = [Column(title, numeric=False) for title in ("What", "Target", "Measured", "Verdict", "Why, how")]
-    return Table("Targets", columns, rows)
 
 
 def ceilings_table(record: Record) -> Table:

@@ -131,3 +131,13 @@ def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
 def test_a_format_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         E4M3.bias = 8  # type: ignore[misc]
+
+
+def test_limits_are_found_by_name_too() -> None:
+    assert finfo("E5M2") == finfo(E5M2)
+    with pytest.raises(ValueError, match="unknown format 'E4M4': the known ones are E4M3, E5M2"):
+        finfo("E4M4")
+    with pytest.raises(ValueError, match=r"format is 4: expected one of E4M3, .* its name or its dtype"):
+        finfo(4)
+    with pytest.raises(ValueError, match=r"torch\.int8 has no limits of a floating-point format"):
+        finfo(torch.int8)

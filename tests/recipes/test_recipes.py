@@ -168,7 +168,7 @@ def test_recipes_are_frozen_and_keyword_only(kind: type[Recipe]) -> None:
             for kind in KINDS
         ],
         *[(kind, {"accumulate": "fast"}, "expected an octavo.recipes.Accumulate") for kind in KINDS],
-        *[(kind, {"format": "E4M3"}, "format is 'E4M3': expected octavo.HYBRID") for kind in KINDS],
+        *[(kind, {"format": "E4M4"}, "format is 'E4M4': expected octavo.HYBRID") for kind in KINDS],
         *[(kind, {"format": octavo.E8M0}, "holds no operand of a product") for kind in KINDS],
         *[(kind, {"overrides": {"(": None}}, "no pair of a regular expression") for kind in KINDS],
         *[(kind, {"overrides": ["head"]}, "no pair of a regular expression") for kind in KINDS],
@@ -196,14 +196,34 @@ def test_recipes_are_frozen_and_keyword_only(kind: type[Recipe]) -> None:
             for gemm in ("fprop", "dgrad", "wgrad")
         ],
         (BlockScaling, {"power_of_two_scales": 1}, "power_of_two_scales is 1"),
-        (StaticScaling, {"input_scale": 0.0}, "positive and finite"),
-        (StaticScaling, {"input_scale": 1e-60}, "normal numbers"),
+        *[(kind, {"format": 3}, "format is 3: expected octavo.HYBRID") for kind in KINDS],
+        *[(kind, {"format": "E8M0"}, "format E8M0 holds no operand of a product") for kind in KINDS],
+        (StaticScaling, {"input_scale": 0.0}, "input_scale is 0.0: a scale is a number, positive and finite"),
+        (StaticScaling, {"input_scale": -1.0}, "input_scale is -1.0: a scale is a number, positive and finite"),
+        (StaticScaling, {"weight_scale": float("nan")}, "weight_scale is nan"),
+        (StaticScaling, {"grad_output_scale": "1"}, "grad_output_scale is '1'"),
+        (StaticScaling, {"input_scale": 1e-60}, "input_scale is 1e-60: .*normal numbers"),
         (StaticScaling, {"grad_output_scale": 1.0, "backward": "high_precision"}, "leave one of them out"),
     ],
 )
 def test_unknown_or_contradictory_values_raise(kind: type[Recipe], fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kind(**{**NEEDED.get(kind, {}), **fields})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_format_may_be_given_by_its_name_or_its_dtype_as_quantize_takes_it(kind: type[Recipe]) -> None:
+    for given, meant in (
+        ("E5M2", octavo.E5M2),
+        (torch.float8_e4m3fn, octavo.E4M3),
+        ("HYBRID", octavo.HYBRID),
+        (FormatPair("E5M2", "E4M3"), FormatPair(octavo.E5M2, octavo.E4M3)),  # type: ignore[arg-type]
+    ):
+        named, itself = (kind(**NEEDED.get(kind, {}), format=format) for format in (given, meant))
+        assert named == itself
+        assert hash(named) == hash(itself)
+        assert named.linear == itself.linear
+        assert named.format is meant or named.format == meant
 
 
 def test_static_scaling_without_a_scale_says_what_to_use() -> None:

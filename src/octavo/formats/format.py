@@ -134,4 +134,6 @@ def format_given(format: Format | torch.dtype | str) -> Format:
         return format
     if isinstance(format, torch.dtype):
         return format_of(format)
+    if not isinstance(format, str):
+        raise ValueError(f"format is {format!r}: expected one of {', '.join(_BY_NAME)}, its name or its dtype")
     return format_named(format)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from octavo.formats import E4M3
-from octavo.recipes.recipe import GEMMS, Accumulate, FormatChoice, Gemm, OperandName, Recipe, check_format, format_for
+from octavo.recipes.recipe import GEMMS, Accumulate, FormatChoice, Gemm, OperandName, Recipe, format_for, keep_format
 from octavo.scaling import BLOCK_1X128, BLOCK_128X128
 from octavo.tensor import QuantizeSpec
 
@@ -32,7 +32,7 @@ class BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_format(self.format)
+        keep_format(self)
         for gemm in GEMMS:
             if getattr(self.accumulate, gemm) != "precise":
                 raise ValueError(

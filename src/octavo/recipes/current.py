@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.recipes.recipe import HYBRID, FormatChoice, Gemm, OperandName, Recipe, check_format, format_for
+from octavo.recipes.recipe import HYBRID, FormatChoice, Gemm, OperandName, Recipe, format_for, keep_format
 from octavo.tensor import QuantizeSpec
 
 
@@ -24,7 +24,7 @@ class CurrentScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_format(self.format)
+        keep_format(self)
         if type(self.amax_epsilon) not in (int, float) or not 0 <= self.amax_epsilon < float("inf"):
             raise ValueError(f"amax_epsilon is {self.amax_epsilon!r}: expected 0 or a positive finite number")
         self.complete()

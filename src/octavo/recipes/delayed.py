@@ -11,8 +11,8 @@ from octavo.recipes.recipe import (
     Gemm,
     OperandName,
     Recipe,
-    check_format,
     format_for,
+    keep_format,
 )
 from octavo.scaling import AmaxComputeAlgo
 from octavo.tensor import QuantizeSpec
@@ -44,7 +44,7 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_format(self.format)
+        keep_format(self)
         if type(self.amax_history_len) is not int or self.amax_history_len < 1:
             raise ValueError(f"amax_history_len is {self.amax_history_len!r}: expected an integer of 1 or more")
         if type(self.margin) is not int or abs(self.margin) > _LARGEST_MARGIN:

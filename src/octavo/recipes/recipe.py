@@ -18,7 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from octavo.formats import E4M3, E5M2, Format
+import torch
+
+from octavo.formats import E4M3, E5M2, Format, format_given
 from octavo.kernels import Accumulation
 from octavo.tensor import QuantizeSpec
 
@@ -38,7 +40,8 @@ class FormatPair:
 
 HYBRID = FormatPair(E4M3, E5M2)
 
-FormatChoice = FormatPair | Format
+# As of `octavo.quantize`, a name or a dtype will do.
+FormatChoice = FormatPair | Format | torch.dtype | str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,27 +182,35 @@ def check_recipe(recipe: Any) -> None:
         raise ValueError(f"recipe is {recipe!r}: expected one of octavo.recipes, such as DelayedScaling(), or None")
 
 
-def as_pair(format: FormatChoice) -> FormatPair:
-    """A format for all operands, or a pair, as a pair."""
-    if isinstance(format, FormatPair):
-        return format
-    if isinstance(format, Format):
-        return FormatPair(format, format)
-    raise ValueError(f"format is {format!r}: expected octavo.HYBRID, octavo.E4M3, octavo.E5M2 or a FormatPair")
-
-
 def format_for(format: FormatChoice, operand: OperandName) -> Format:
     """The format of one operand."""
-    pair = as_pair(format)
+    pair = format if isinstance(format, FormatPair) else FormatPair(format_given(format), format_given(format))
     return pair.backward if operand == "grad_output" else pair.forward
 
 
-def check_format(format: FormatChoice) -> None:
-    """Raise ValueError unless both formats of the choice can be multiplied."""
-    pair = as_pair(format)
-    for one in (pair.forward, pair.backward):
-        if one not in (E4M3, E5M2):
-            raise ValueError(f"format {one} holds no operand of a product: use E4M3, E5M2 or HYBRID")
+def keep_format(recipe: Any) -> None:
+    """Have a recipe keep its `format` as a Format or a FormatPair, by whatever it was named.
+
+    Raises:
+        ValueError: no format, or one that cannot be multiplied.
+    """
+    given = recipe.format
+    try:
+        if isinstance(given, FormatPair):
+            kept: FormatPair | Format = FormatPair(format_given(given.forward), format_given(given.backward))
+        else:
+            kept = HYBRID if given == "HYBRID" else format_given(given)
+    except ValueError as error:
+        raise ValueError(
+            f"format is {given!r}: expected octavo.HYBRID, octavo.E4M3 or octavo.E5M2, the name or the dtype of one, or"
+            " a FormatPair of two"
+        ) from error
+    for operand in OPERANDS:
+        if format_for(kept, operand) not in (E4M3, E5M2):
+            raise ValueError(
+                f"format {format_for(kept, operand)} holds no operand of a product: use E4M3, E5M2 or HYBRID"
+            )
+    object.__setattr__(recipe, "format", kept)
 
 
 def _checked_override(pair: Any) -> tuple[str, Recipe | None]:

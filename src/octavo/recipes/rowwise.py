@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.formats import E4M3
-from octavo.recipes.recipe import FormatChoice, Gemm, OperandName, Recipe, check_format, format_for
+from octavo.recipes.recipe import FormatChoice, Gemm, OperandName, Recipe, format_for, keep_format
 from octavo.scaling import ROW
 from octavo.tensor import QuantizeSpec
 
@@ -26,7 +26,7 @@ class RowwiseScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_format(self.format)
+        keep_format(self)
         if self.high_precision_wgrad and self.backward == "high_precision":
             raise ValueError("backward='high_precision' holds for wgrad too: leave high_precision_wgrad out")
         self.complete()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.recipes.recipe import HYBRID, FormatChoice, Gemm, OperandName, Recipe, check_format, format_for
-from octavo.tensor import QuantizeSpec
+from octavo.recipes.recipe import HYBRID, OPERANDS, FormatChoice, Gemm, OperandName, Recipe, format_for, keep_format
+from octavo.tensor import QuantizeSpec, checked_scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +24,13 @@ class StaticScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_format(self.format)
+        keep_format(self)
         if self.input_scale is self.weight_scale is self.grad_output_scale is None:
             raise ValueError("StaticScaling without any scale: give input_scale or another, or use CurrentScaling")
+        for operand in OPERANDS:
+            scale = getattr(self, f"{operand}_scale")
+            if scale is not None:
+                checked_scale(f"{operand}_scale", scale)
         if self.grad_output_scale is not None and self.backward == "high_precision":
             raise ValueError("grad_output_scale has no use with backward='high_precision': leave one of them out")
         self.complete()

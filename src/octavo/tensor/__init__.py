@@ -6,7 +6,7 @@ from octavo.tensor.operand_state import OperandState, close_step, stays_in_place
 from octavo.tensor.quantize import cast_to_representable, quantize
 from octavo.tensor.quantized_tensor import QuantizedTensor
 from octavo.tensor.quantizer import CurrentQuantizer, DelayedQuantizer, Operand, Quantizer, StaticQuantizer, UsedScale
-from octavo.tensor.spec import QuantizeSpec
+from octavo.tensor.spec import QuantizeSpec, checked_scale
 from octavo.tensor.weight_operand import operand_of
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "StaticQuantizer",
     "UsedScale",
     "cast_to_representable",
+    "checked_scale",
     "close_step",
     "operand_of",
     "quantize",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
 
 import torch
 
-from octavo.formats import Format
+from octavo.formats import Format, format_given
 from octavo.kernels import ScaleRule
 from octavo.scaling import TENSOR, Granularity
+from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
 
 Scaling = Literal["current", "delayed", "static"]
 
@@ -19,7 +21,7 @@ class QuantizeSpec:
     """Format, granularity and scale rule of an operand.
 
     Attributes:
-        format: of the codes.
+        format: of the codes; a dtype or a name becomes the format.
         granularity: of their scale, along the rows of the operand as it enters the product (K-major). For the other
             layout, the transposed matrix, it holds along that matrix's rows: two sets of codes where they differ.
         scaling: "current" measures the amax now; "delayed" takes the scale from the owner's state; "static" from
@@ -45,6 +47,7 @@ class QuantizeSpec:
         return rule
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "format", format_given(self.format))
         object.__setattr__(self, "_rule", ScaleRule(float(self.epsilon).hex(), self.power_of_two))
         if self.scaling not in ("current", "delayed", "static"):
             raise ValueError(f"scaling is {self.scaling!r}: expected 'current', 'delayed' or 'static'")
@@ -59,14 +62,25 @@ class QuantizeSpec:
             raise ValueError(
                 f"scaling is {self.scaling!r} and static_scale is {self.static_scale}: give both or neither"
             )
-        if self.static_scale is not None and not 0 < self.static_scale < float("inf"):
-            raise ValueError(f"static_scale is {self.static_scale}: a scale is positive and finite")
         if self.static_scale is not None:
-            # In float32, as it is used; with it, 1 / scale in float64 rounds to float32's quotient.
-            single = torch.tensor(self.static_scale, dtype=torch.float32).item()
-            if not 2.0**-126 <= single <= 2.0**126:
-                raise ValueError(
-                    f"static_scale is {self.static_scale}: a float32 scale and its reciprocal must be normal numbers,"
-                    " from 2^-126 to 2^126"
-                )
-            object.__setattr__(self, "static_scale", single)
+            object.__setattr__(self, "static_scale", checked_scale("static_scale", self.static_scale))
+
+
+def checked_scale(name: str, scale: Any) -> float:
+    """A given scale in float32, as it is used; with it, 1 / scale in float64 rounds to float32's quotient.
+
+    Args:
+        name: what the user calls it.
+        scale: value = code * scale.
+
+    Raises:
+        ValueError: no positive finite number, or one whose float32 or whose reciprocal is not normal.
+    """
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not 0 < float(scale) < float("inf"):
+        raise ValueError(f"{name} is {scale!r}: a scale is a number, positive and finite: amax / largest code")
+    single: float = torch.tensor(float(scale), dtype=torch.float32).item()
+    if not SMALLEST_MULTIPLIER <= single <= LARGEST_MULTIPLIER:
+        raise ValueError(
+            f"{name} is {scale}: a float32 scale and its reciprocal must be normal numbers, from 2^-126 to 2^126"
+        )
+    return single

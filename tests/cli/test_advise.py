@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,48 @@ def test_a_model_is_answered_with_layers_memory_and_sentences(source: str) -> No
     ):
         assert text in result.stdout
     assert result.stderr == ""
+
+
+def lines_of(source: str, width: str, *more: str) -> list[str]:
+    command = ["advise", "--device", "h200", "--model", source, "--batch", "2", "--exclude", "c_attn", *more]
+    result = run.invoke(app, command, env={"COLUMNS": width})
+    assert result.exit_code == 0, result.output
+    return [line.rstrip() for line in result.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("width", ["", "80", "60"])
+def test_reasons_stand_below_the_table_at_any_width(source: str, width: str) -> None:
+    lines = lines_of(source, width)
+    said = " ".join(lines)
+    assert "transformer.h.*.attn.c_attn stays in BF16: excluded by 'c_attn'." in said
+    assert "In brackets: what a Linear would gain that stays in BF16 with that recipe." in said
+    head = next(line for line in lines if line.startswith("Linears"))
+    assert head.split()[-4:] == ["delayed", "current", "rowwise", "block"]
+    assert "…" not in said
+    if width:
+        assert max(len(line) for line in lines) <= int(width)
+
+
+def test_a_narrow_terminal_loses_columns_of_sizes_and_says_which(source: str) -> None:
+    assert "Linears count in out tokens delayed" in " ".join(" ".join(lines_of(source, "")).split())
+    said = " ".join(lines_of(source, "60"))
+    assert re.search(r"Without (\w+, )*(\w+ and )?tokens, for want of width", said)
+    assert "for want of width" not in " ".join(lines_of(source, ""))
+
+
+def test_gains_of_what_is_left_out_stand_in_brackets(source: str) -> None:
+    row = next(line for line in lines_of(source, "") if "c_attn" in line and "x)" in line)
+    assert len([cell for cell in row.split() if cell.startswith("(") and cell.endswith("x)")]) == 4
+    total = next(line for line in lines_of(source, "") if line.startswith("all together"))
+    assert "(" not in total
+
+
+def test_the_page_s_example_is_what_the_command_prints() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "advise.md").read_text(encoding="utf-8")
+    example = page.split("## One Linear", 1)[1].split("```")[1].strip("\n").splitlines()
+    shown = run.invoke(app, [*SHAPE, "--no-bias"], env={"COLUMNS": ""}).stdout.splitlines()
+    assert [line.rstrip() for line in shown[: len(example)]] == example
+    assert len(example) == 6
 
 
 def test_a_models_json_itemises_bytes(source: str) -> None:

@@ -197,7 +197,8 @@ def test_a_pipe_gets_every_column_and_name_whole(tmp_path: Path) -> None:
     record = write(tmp_path / "record.jsonl", made.whole())
     command = ["bench", "--from", record, "--out"]
     whole = run.invoke(app, [*command, str(tmp_path / "a")], env={"COLUMNS": ""}).stdout
-    assert any("Octavo delayed, compiled, step captured" in line and "60.0 – 60.0" in line for line in whole.split("\n"))
+    name, spread = "Octavo delayed, compiled, step captured", "60.0 – 60.0"
+    assert any(name in line and spread in line for line in whole.splitlines())
     narrow = run.invoke(app, [*command, str(tmp_path / "b")], env={"COLUMNS": "80"}).stdout
     assert "60.0 – 60.0" not in narrow
     assert "for want of width" in narrow

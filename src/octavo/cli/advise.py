@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from typing import Annotated, Any
@@ -21,6 +20,7 @@ from octavo.bench.advice import (
     shape_advice,
 )
 from octavo.cli.advise_tables import model_tables, shape_tables
+from octavo.cli.printing import print_fitted
 
 USAGE = 2
 
@@ -98,8 +98,7 @@ def advise(
     if as_json:
         typer.echo(json.dumps(as_data(answer), indent=1, allow_nan=False))
         return
-    with contextlib.suppress(BrokenPipeError):
-        Console().print(_tables(answer), highlight=False)
+    print_fitted(lambda width: _tables(answer, width))
 
 
 def as_data(answer: ShapeAdvice | ModelAdvice) -> dict[str, Any]:
@@ -113,8 +112,8 @@ def as_data(answer: ShapeAdvice | ModelAdvice) -> dict[str, Any]:
     return data
 
 
-def _tables(answer: ShapeAdvice | ModelAdvice) -> RenderableType:
-    return model_tables(answer) if isinstance(answer, ModelAdvice) else shape_tables(answer)
+def _tables(answer: ShapeAdvice | ModelAdvice, width: int | None) -> RenderableType:
+    return model_tables(answer, width) if isinstance(answer, ModelAdvice) else shape_tables(answer)
 
 
 def _check_question(

@@ -44,7 +44,7 @@ def sentences_about(
     yield from _head(described, layers, best)
     yield from _parameters(described, layers, best)
     yield from _odd(layers)
-    yield from _memory(memory, card)
+    yield from _memory(memory, best, card)
     if described.remark:
         yield described.remark
     if precision == "bf16":
@@ -152,34 +152,40 @@ def _odd(layers: Sequence[Layer]) -> Iterator[str]:
         yield f"No multiple of 16 features, so each call would pad; they stay in BF16: {names}."
 
 
-def _memory(memory: Sequence[Memory], card: Card) -> Iterator[str]:
-    """What FP8 saves, and what fits."""
-    plain, *others = memory
-    least = min(others, key=lambda one: one.total)
+def _memory(memory: Sequence[Memory], best: Method, card: Card) -> Iterator[str]:
+    """What the recommended scaling saves, and what fits, in figures of the table of memory."""
+    plain = memory[0]
+    [own] = [one for one in memory[1:] if one.recipe == best.name]
     room = card.memory_gib or 0.0
-    kept = f"the forward keeps {figure(least.kept / GIB)} GiB for the backward instead of {figure(plain.kept / GIB)}"
-    if (least.total, least.kept) == (plain.total, plain.kept):
-        yield f"Nothing is converted, so memory stays what it is: a step needs about {figure(plain.total / GIB)} GiB."
-    elif least.total < plain.total:
-        yield (
-            f"Memory: {kept} ({least.recipe}), and a step needs about {figure(least.total / GIB)} GiB instead of"
-            f" {figure(plain.total / GIB)}."
-        )
+    fp8, bf16 = (f"{one.total / GIB:.2f} GiB" for one in (own, plain))
+    if (own.total, own.kept) == (plain.total, plain.kept):
+        yield f"Nothing is converted, so memory stays what it is: a step needs about {bf16}."
+    elif own.total < plain.total:
+        others = [one for one in memory[1:] if one.total < own.total]
+        least = min(others, key=lambda one: one.total, default=own)
+        beside = f"; least with {least.recipe}, {least.total / GIB:.2f}" if least is not own else ""
+        yield f"Memory: with {own.recipe} scaling a step needs about {fp8} instead of {bf16}{beside}."
     else:
-        yield f"FP8 saves no memory here: {kept} ({least.recipe}); codes of the weights come beside the weights."
-    batches = f"the largest batch is about {plain.largest_batch(room)} in BF16 and {least.largest_batch(room)} in FP8"
-    if not least.largest_batch(room):
-        fixed = (least.total - least.grows) / GIB
         yield (
-            f"Not even one sample fits into {figure(room)} GiB ({figure(fixed)} GiB do not depend on the batch): shard"
+            f"FP8 saves no memory here: with {own.recipe} scaling a step needs about {fp8}, {bf16} in BF16, since codes"
+            " of the weights come beside the weights."
+        )
+    batches = (
+        f"the largest batch is about {plain.largest_batch(room)} in BF16 and {own.largest_batch(room)} with"
+        f" {own.recipe} scaling"
+    )
+    if not own.largest_batch(room):
+        fixed = (own.total - own.grows) / GIB
+        yield (
+            f"Not even one sample fits into {room:.4g} GiB ({figure(fixed)} GiB do not depend on the batch): shard"
             " the model over several cards, or use fewer tokens."
         )
-    elif not plain.fits(room) and least.fits(room):
-        yield f"In {figure(room)} GiB this batch fits in FP8 only; {batches}."
-    elif not least.fits(room):
-        yield f"This batch does not fit into {figure(room)} GiB; {batches}."
+    elif not plain.fits(room) and own.fits(room):
+        yield f"In {room:.4g} GiB this batch fits in FP8 only; {batches}."
+    elif not own.fits(room):
+        yield f"This batch does not fit into {room:.4g} GiB; {batches}."
     else:
-        yield f"It fits into {figure(room)} GiB; {batches}."
+        yield f"It fits into {room:.4g} GiB; {batches}."
 
 
 def _is_odd(layer: Layer) -> bool:

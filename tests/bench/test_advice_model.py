@@ -167,7 +167,7 @@ def test_what_fits_follows_from_the_memory(folder: Path) -> None:
     source = written(folder, LLAMA)
     roomy = advice(source, "delayed", batch=4)
     bf16, fp8 = of(roomy, "bf16"), of(roomy, "delayed")
-    assert "It fits into 140 GiB" in " ".join(roomy.sentences)
+    assert "It fits into 140.4 GiB" in " ".join(roomy.sentences)
     for one in (bf16, fp8):
         most = roomy.largest_batch[one.recipe]
         fixed, each = one.total - one.grows, one.grows / 4

@@ -175,7 +175,7 @@ def test_what_fits_follows_from_the_memory(folder: Path) -> None:
     between = (bf16.total + fp8.total) / 2 / GIB + 1
     assert "this batch fits in FP8 only" in " ".join(advice(source, "delayed", between, batch=4).sentences)
     less = (fp8.total - fp8.grows / 4) / GIB + 1
-    assert f"does not fit into {less:.3g} GiB" in " ".join(advice(source, "delayed", less, batch=4).sentences)
+    assert f"does not fit into {less:.4g} GiB" in " ".join(advice(source, "delayed", less, batch=4).sentences)
     assert "Not even one sample fits" in " ".join(advice(source, "delayed", 2.0, batch=4).sentences)
 
 

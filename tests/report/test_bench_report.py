@@ -19,7 +19,7 @@ from octavo.report import bench_charts, bench_tables
 from octavo.report.bench_fitting import fitted, kept_columns
 from octavo.report.bench_page import build_bench, render_bench
 from octavo.report.bench_rivals import best_peer, look
-from octavo.report.bench_sections import bench_sections, sections_table, sentences, verdict_words
+from octavo.report.bench_sections import TERMS, bench_sections, sections_table, sentences, verdict_words
 from octavo.report.bench_targets import targets_table, unmeasured
 from octavo.report.bench_terminal import bench_summary
 from octavo.report.record import Record
@@ -238,6 +238,45 @@ def test_where_fp8_is_emulated_the_terminal_says_so_first_and_judges_nothing() -
     assert text.startswith("! A processor has no FP8 units")
     assert "Verdict" not in text
     assert "ViT-Huge, in a small form" in text
+
+
+def test_where_fp8_is_emulated_there_are_wall_times_and_nothing_that_compares() -> None:
+    emulated = Record(with_targets([made.run(native=False), *made.whole()[1:]]))
+    sections = {section.name: section for section in bench_sections(emulated)}
+    columns = [column for section in sections.values() for table in section.tables for column in table.columns]
+    assert {"Wall time", "Time", "Forward and backward"} <= {column.title for column in columns}
+    for gone in ("BF16 = 1", "best peer = 1", "Of copy", "Of ceiling", "Target", "Device time", "TFLOP/s"):
+        assert not [column for column in columns if gone in (column.title, column.unit)], gone
+    for name in ("targets", "ceilings"):
+        assert sections[name].tables == []
+        assert "nothing is compared with a ceiling or a target" in sections[name].absent
+    drawn = [chart for section in sections.values() for chart in section.charts]
+    assert [chart.name for chart in drawn] == ["linear", "host", "steps"]
+    assert not [trace["text"] for chart in drawn for trace in chart.traces if "×" in trace["text"][0]]
+    assert [sentence.text[:34] for sentence in sentences(emulated)] == ["A processor has no FP8 units: smal"]
+
+
+def test_a_chart_keeps_the_words_that_tell_rivals_apart() -> None:
+    names = ["octavo-delayed-compiled", "octavo-delayed-reduced", "octavo-delayed-lean-reduced"]
+    chart = bench_charts.steps_chart(Record([made.step(name, 60.0) for name in names]))
+    assert chart is not None
+    shown = {trace["y"][0].replace("<br>", " ") for trace in chart.traces}
+    assert shown == {look(name).label for name in names}
+
+
+def test_the_terms_are_sorted_and_cover_what_tables_say() -> None:
+    names = [name for name, _ in TERMS]
+    assert names == sorted(names, key=str.lower)
+    said = " ".join(names).lower()
+    record = Record(whole())
+    columns = {
+        column.name.lower() for section in bench_sections(record) for t in section.tables for column in t.columns
+    }
+    for term in ("warm-up", "peak memory", "target", "rate", "host time", "best peer = 1", "fp8 layers"):
+        assert any(term in column for column in columns), term
+        assert term in said, term
+    for word in ("compiled", "graphed", "captured", "weight cached", "lean", "drift", "tensor-wise"):
+        assert word in said, word
 
 
 def test_every_section_has_a_chart_or_a_table() -> None:

@@ -33,6 +33,8 @@ _FIGURES = (
     ("peak_gib", "{:.4g} GiB", 1.0),
 )
 
+_COMPARED = ("speedup", "ratio", "of_same_copy", "target_ms")
+
 OnlyOption = Annotated[
     str | None,
     typer.Option(
@@ -154,8 +156,12 @@ def execute(settings: BenchSettings, as_json: bool, errors: Console) -> None:
     """Measure, show, and turn what happens into an exit code."""
     status = errors.status("octavo bench") if errors.is_terminal else contextlib.nullcontext()
 
+    emulated = False
+
     def watch(row: dict[str, Any]) -> None:
-        if line := said_of(row):
+        nonlocal emulated
+        emulated = emulated or (row["kind"] == "run" and row.get("native_fp8") is False)
+        if line := said_of(row, emulated):
             errors.print(f"octavo bench: {line}", highlight=False, soft_wrap=True, markup=False)
 
     try:
@@ -194,8 +200,11 @@ def finish(rows: list[dict[str, Any]], folder: Path, as_json: bool, errors: Cons
             typer.echo(f"{name}: {path}")
 
 
-def said_of(row: dict[str, Any]) -> str:
-    """A line about a row that has just been measured; empty for those of no interest."""
+def said_of(row: dict[str, Any], emulated: bool = False) -> str:
+    """A line about a row that has just been measured; empty for those of no interest.
+
+    Where FP8 is emulated figures are told, and nothing that compares them.
+    """
     kind, status = row["kind"], row.get("status")
     if kind == "section":
         return f"{row['name']} {status} in {row['seconds']:.1f} s" + (f": {row['reason']}" if row["reason"] else "")
@@ -207,7 +216,10 @@ def said_of(row: dict[str, Any]) -> str:
     about = " ".join(str(part) for part in parts if part)
     if status != "measured":
         return f"{about} {status}: {row['reason']}"
-    words = [form.format(row[key] * factor) for key, form, factor in _FIGURES if isinstance(row.get(key), (int, float))]
+    words = [
+        form.format(row[key] * factor) for key, form, factor in _FIGURES
+        if isinstance(row.get(key), (int, float)) and not (emulated and key in _COMPARED)
+    ]  # fmt: skip
     if kind == "ceiling":
         words.append(f"{row['per_s'] / 1e12:.4g} T{row['unit']}")
     return f"{about}: {', '.join(words)}"

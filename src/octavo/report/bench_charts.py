@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from octavo.report.bench_rivals import grouped, look, measured, model_name
 from octavo.report.charts_quality import bar
 from octavo.report.figure import Chart, Control, Layout, Trace, axis, layout, show
+from octavo.report.figure import label as escaped
 from octavo.report.record import Record, Row, number, text
 from octavo.report.wording import Spread, decimals, percent, ratio, significant
 
-_BAR, _ROOM = 38, 90  # CSS pixels of a bar and of what surrounds the bars
+_BAR, _ROOM = 46, 90  # CSS pixels of a bar, with a name of up to three lines, and of what surrounds the bars
+_LETTERS = 20
 
 
 def _is_emulated(record: Record) -> bool:
     return record.last("run").get("native_fp8") is False
+
+
+def _lines(words: str) -> str:
+    """A name on as many lines as it takes, as plotly shows it: what tells two rivals apart stands at the end."""
+    return "<br>".join(escaped(line) for line in textwrap.wrap(words, _LETTERS))
 
 
 def _chart(name: str, title: str, traces: list[Trace], controls: list[Control], tallest: int, unit: str) -> Chart:
@@ -37,7 +46,7 @@ def _bars(rows: list[Row], key: str, words: dict[str, str], hatched: bool, **cho
         if value is not None:
             fp8 = text(row, "library") != "torch"
             trace = bar(own.label, own.color, Spread(value, None, 1), written, hatched and fp8)
-            traces.append({**trace, "meta": show(**chosen)})
+            traces.append({**trace, "y": [_lines(own.label)], "meta": show(**chosen)})
     return traces
 
 
@@ -49,7 +58,8 @@ def linear_chart(record: Record) -> Chart | None:
         words = {}
         for row in group:
             speed = number(row, "speedup")
-            against = "" if speed is None or text(row, "rival") == "bf16" else f" ({ratio(speed)})"
+            silent = speed is None or text(row, "rival") == "bf16" or _is_emulated(record)
+            against = "" if silent or speed is None else f" ({ratio(speed)})"
             words[text(row, "rival")] = f"{significant(number(row, 'ms') or 0.0)} ms{against}"
         traces += _bars(group, "ms", words, _is_emulated(record), shape=shape)
         choices.append((shape, shape))
@@ -72,7 +82,7 @@ def casts_chart(record: Record) -> Chart | None:
             share = 100 * (number(row, "of_copy") or 0.0)
             written = percent(share, 0, signed=False)
             trace = bar(label, own.color, Spread(share, None, 1), written, _is_emulated(record))
-            traces.append({**trace, "meta": show(shape=shape)})
+            traces.append({**trace, "y": [_lines(label)], "meta": show(shape=shape)})
         choices.append((shape, shape))
         tallest = max(tallest, len(group))
     if not traces:
@@ -90,7 +100,8 @@ def host_chart(record: Record) -> Chart | None:
         words = {}
         for row in group:
             against = number(row, "ratio")
-            shown = "" if against is None or text(row, "rival") == "bf16" else f" ({ratio(against)})"
+            silent = against is None or text(row, "rival") == "bf16" or _is_emulated(record)
+            shown = "" if silent or against is None else f" ({ratio(against)})"
             words[text(row, "rival")] = f"{decimals(number(row, 'us') or 0.0, 0)} µs{shown}"
         traces += _bars(group, "us", words, False, which=which)
         choices.append((which, which.replace("+", " and ")))

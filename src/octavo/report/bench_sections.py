@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 from octavo.report import bench_charts, bench_tables
+from octavo.report.bench_emulated import as_emulated
 from octavo.report.bench_inference import inference_tables
 from octavo.report.bench_rivals import grouped, model_name
 from octavo.report.bench_targets import targets_table
@@ -16,20 +17,45 @@ from octavo.report.wording import ABSENT, duration, optional
 
 TERMS = [
     ("Amax", "The largest absolute value of a tensor. The scale of its cast follows from it."),
+    ("Best peer = 1", "Speed beside the fastest peer of the same comparison: above 1 is faster than it."),
+    ("BF16 = 1", "Speed beside BF16: above 1 is faster. Of a Linear or a layer the faster of two BF16 counts."),
     ("Ceiling", "The largest rate that the same device reached in the same run, in a plain copy or product."),
+    ("Ceiling", "The largest rate that the same device reached in the same run, in a plain copy or product."),
+    (
+        "Compiled to reduce overhead",
+        "Each block compiled, and replayed from CUDA graphs that the compiler records itself.",
+    ),
+    ("Compiled, compiled as a whole", "By torch.compile: a region a block, or the whole model as one."),
     ("Copy", "Reading a tensor and writing it elsewhere: what a cast at the speed of memory would cost."),
     ("Current, delayed scaling", "The scale is measured before each cast, or known from the steps before."),
+    ("Decoding", "Writing one token after another, each from the keys and values kept of those before."),
     ("Device time", "How long the GPU works, measured by replaying a CUDA graph, so that the host does not count."),
     ("Dgrad, wgrad", "The products of the backward: the gradient of the input and that of the weight."),
+    ("Drift", "What the first and the last measurement of the same thing differ by: the device's speed changes."),
     ("Emulated", "Computed with the same 8-bit values on a device without FP8 units. The time says nothing of FP8."),
+    ("Floor", "The time of the products, casts and bytes of a call alone, at the run's ceilings: nothing is faster."),
+    ("FP8 layers", "How many layers were converted and run in FP8; the others stay in BF16."),
     ("Graphed, captured", "Launched from a CUDA graph: forward and backward, or the whole step."),
     ("Host time", "How long the processor takes to launch the work. It decides where layers are small."),
-    ("Decoding", "Writing one token after another, each from the keys and values kept of those before."),
-    ("Floor", "The time of the products, casts and bytes of a call alone, at the run's ceilings: nothing is faster."),
-    ("Peer", "Another library's FP8, measured in the same run: Transformer Engine (TE) or torchao."),
+    (
+        "Inputs made again (lean)",
+        "The compiler makes inputs again in the backward instead of keeping them: less memory, more time.",
+    ),
+    ("Noise", "What two measurements of the same thing differ by. Gaps no larger than it say nothing."),
     ("p10 – p90", "Eight of ten samples lie in between. The median is what is compared."),
+    ("Peak memory", "The most that tensors held at once during the measured steps or calls."),
+    ("Peer", "Another library's FP8, measured in the same run: Transformer Engine (TE) or torchao."),
     ("Prefill", "Reading a prompt as a whole, before the first token is written."),
+    ("Rate", "Work a second: samples or tokens, bytes, or floating-point operations."),
     ("Row-wise, block scaling", "One scale a row, or a block of 128 values or 128 by 128 values."),
+    ("Static, dynamic (of scales)", "Found once on sample inputs, or measured in every call."),
+    ("Target", "What is asked of a figure. A Linear's: the products alone, and its casts at 89 % of copying."),
+    ("Tensor-wise scaling", "One scale a tensor."),
+    ("Time to the first token", "From the prompt in the host's memory until the first token is there."),
+    (
+        "Warm-up",
+        "The first steps, in which the compiler works; left out where it had worked on the same blocks before.",
+    ),
     ("Weight cached", "The weight's codes are those of the micro-batch before: it is cast once a step."),
 ]
 
@@ -41,7 +67,7 @@ def emulated_words(record: Record) -> str:
     device = text(record.last("run"), "device_name") or "This device"
     return (
         f"{device} has no FP8 units: small shapes, wall time, FP8 emulated. The figures show that everything runs;"
-        " none says how fast FP8 is."
+        " none says how fast FP8 is, so nothing is compared here and no target judged."
     )
 
 
@@ -63,6 +89,8 @@ def sentences(record: Record) -> list[Sentence]:
     targets = record.all("target")
     missed = [row for row in targets if text(row, "verdict") == "miss"]
     passed = [row for row in targets if text(row, "verdict") == "pass"]
+    if words := emulated_words(record):
+        return [Sentence(words, WITHOUT)]
     if not passed and not missed:
         return [Sentence("No target was measured in this run.", WITHOUT)]
     found = [Sentence(verdict_words(record), BAD if missed else GOOD)]
@@ -79,6 +107,8 @@ def tiles(record: Record) -> list[Tile]:
     passed = sum(text(row, "verdict") == "pass" for row in targets)
     missed = sum(text(row, "verdict") == "miss" for row in targets)
     seconds = sum(number(row, "seconds") or 0.0 for row in record.all("section"))
+    if emulated_words(record):
+        return [Tile(duration(seconds), "measuring", PLAIN)]
     return [
         Tile(str(passed), "targets passed", GOOD if passed else PLAIN),
         Tile(str(missed), "targets missed", BAD if missed else GOOD),
@@ -150,8 +180,27 @@ def _section(name: str, title: str, lead: str, charts: list[object], tables: lis
     return Section(name, title, lead, drawn, filled, "" if drawn or filled else absent)  # type: ignore[arg-type]
 
 
+_JUDGED_ONLY = "FP8 is emulated on this device: nothing is compared with a ceiling or a target."
+
+
 def bench_sections(record: Record) -> list[Section]:
-    """Every section, the targets first and the machine last."""
+    """Every section, the targets first and the machine last; of an emulated run wall times alone."""
+    sections = _sections(record)
+    if not emulated_words(record):
+        return sections
+    found = []
+    for section in sections:
+        if section.name in ("targets", "ceilings"):
+            section = Section(section.name, section.title, section.lead, [], [], _JUDGED_ONLY)
+        lead = section.lead.replace("Device time", "Wall time")
+        # The chart of casts shows nothing but shares of copying.
+        charts = [] if section.name == "casts" else section.charts
+        tables = [as_emulated(table) for table in section.tables]
+        found.append(Section(section.name, section.title, lead, charts, tables, section.absent))
+    return found
+
+
+def _sections(record: Record) -> list[Section]:
     linears = [bench_tables.linear_table(record, shape) for shape in grouped(record.all("linear"))]
     steps = _steps(record, "step")
     layers = [bench_tables.layers_table(record, shape) for shape in grouped(record.all("layer"))]

@@ -50,7 +50,8 @@ def bench_summary(rows: Iterable[Mapping[str, Any]], width: int | None = None) -
             parts.append(text_type(""))
     if words := time_words(record):
         parts.append(text_type(words, style="dim"))
-    parts.append(text_type(verdict_words(record)))
+    if not emulated_words(record):
+        parts.append(text_type(verdict_words(record)))
     return group(*parts)
 
 

@@ -146,6 +146,9 @@ def test_the_compilation_of_the_variant_that_is_judged_by_its_speed_counts() -> 
     assert (verdict.verdict, verdict.measured) == ("pass", "1.20x (12.0 against 10.0 s)")
     eager = WarmUp("vit", 1.3)([*rows, made.step("octavo-delayed", 0.8, warm_s=1.0)])
     assert eager.reason == "octavo-delayed, which is judged by its speed, is not compiled"
+    assert WarmUp("vit", 1.3)(rows[:1]).reason == "Octavo was not asked for in this run"
+    lacking = made.step("bf16-compiled", None)
+    assert WarmUp("vit", 1.3)([lacking, *rows[1:]]).reason == "bf16-compiled: time limit"
 
 
 def test_a_compilation_that_found_its_blocks_compiled_is_not_judged() -> None:

@@ -313,8 +313,11 @@ class WarmUp:
         steps = _steps(rows, self.model)
         own = fastest_octavo(rows, self.model)
         reference = next((row for row in steps if row["rival"] == "bf16-compiled" and not row["repeat"]), None)
-        if own is None or reference is None:
-            return _not_measured("bf16-compiled and a variant of Octavo's were not both measured")
+        if own is None:
+            return _not_measured(_lack(_find(rows, "step", model=self.model, library="octavo"), "Octavo") or "")
+        if reference is None:
+            said = _find(rows, "step", model=self.model, rival="bf16-compiled")
+            return _not_measured(_lack(said, "bf16-compiled") or "it was measured at the end alone")
         if not _is_compiled(own):
             return _not_measured(f"{own['rival']}, which is judged by its speed, is not compiled")
         for row in (reference, own):

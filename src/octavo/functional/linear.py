@@ -56,7 +56,7 @@ def linear(
         result: Tensor = apply(x, weight, bias, plan, out_dtype, cached_weight)
         return result
     operand = cached_weight or quantize_weight(weight, plan, True, False)
-    rows = quantize_input(x, plan.input, plan.owner, out_dtype, False)
+    rows = quantize_input(x, plan, out_dtype, False)
     return _fprop(rows, operand, bias, x, weight.shape[0], plan, out_dtype)
 
 
@@ -81,7 +81,7 @@ class _Linear(torch.autograd.Function):
         needs_dx, needs_dw, *_ = ctx.needs_input_grad
         # 1. Codes, each in the layouts that somebody will use.
         keeps_codes = needs_dw and plan.wgrad_fp8 and not plan.keeps_input
-        rows = quantize_input(x, plan.input, plan.owner, out_dtype, keeps_codes)
+        rows = quantize_input(x, plan, out_dtype, keeps_codes)
         operand = cached_weight
         if operand is None:
             operand = quantize_weight(weight, plan, True, needs_dx and plan.dgrad_fp8)

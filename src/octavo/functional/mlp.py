@@ -116,7 +116,7 @@ def _forward(x: Tensor, setup: MLP, cached: tuple[Operand | None, ...], paramete
     extents = _extents(x, setup, weights)
     # 1. Codes of x and of the weights, each in the layouts that somebody will use.
     inputs = [
-        quantize_input(x, plan.input, plan.owner, setup.dtype, _keeps_codes(plan, need))
+        quantize_input(x, plan, setup.dtype, _keeps_codes(plan, need))
         for plan, need in zip(setup.first, wanted.first, strict=True)
     ]
     operands = [

@@ -21,7 +21,7 @@ from torch import Tensor
 from octavo.functional.fused_casts import cast_normalised
 from octavo.functional.norm import dense_rows
 from octavo.functional.products import shaped
-from octavo.functional.shared_input import as_rows, quantize_input
+from octavo.functional.shared_input import as_rows, keep_for_followers
 from octavo.kernels.norm_backward import norm_backward
 from octavo.kernels.norm_cast import Norm
 from octavo.tensor import Operand, Quantizer
@@ -48,20 +48,8 @@ def normalise_ahead(
         cast = cast_normalised(dense_rows(x), norm, weight, bias, quantizer, columnwise, True)
         assert cast.rows is not None, "they were asked for"
         n, operand = cast.rows.reshape(x.shape), cast.operand
-    waiting = _Waiting(quantizer, operand)
-    quantize_input(n, waiting, waiting, norm.through, columnwise)
+    keep_for_followers(n, operand, quantizer, norm.through, columnwise)
     return n
-
-
-class _Waiting:
-    """A quantizer that gives what has been made already."""
-
-    def __init__(self, quantizer: Any, operand: Operand) -> None:
-        self.origin = quantizer.origin
-        self.operand = operand
-
-    def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
-        return self.operand
 
 
 class _NormAhead(torch.autograd.Function):

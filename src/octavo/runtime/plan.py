@@ -37,6 +37,7 @@ class LinearPlan(NamedTuple):
         owner: stands for the layer: its state of gradients, which is never shared and, unlike the layer's whole state,
             does not lead back to the plan. States must go with their model, not with the next garbage collection.
         name, counter: for `count_gemms`.
+        group: the state of the input, one with layers that run on the same one; None of a layer that has no such.
     """
 
     input: Quantizer
@@ -50,6 +51,7 @@ class LinearPlan(NamedTuple):
     owner: OperandState
     name: str
     counter: GemmCount | None
+    group: OperandState | None = None
 
 
 def plan_linear(call: Call, state: LayerState, name: str, observer: Observer | None = None) -> LinearPlan:
@@ -113,6 +115,7 @@ def _planned(
         state.grad_output,
         name,
         counter,
+        state.input,
     )
 
 

@@ -44,6 +44,7 @@ def test_every_example_is_run_here() -> None:
     shared = {"vit_model", "vit_training"}  # imported by the vision transformers' examples
     run_here = {
         "convert_gpt2",
+        "cuda_graphs",
         "gpt_generation",
         "one_scale_fails",
         "te_linear",
@@ -101,6 +102,15 @@ def test_gpt2_is_converted_trained_and_converted_back() -> None:
     assert len(losses) == 10
     assert losses[-1] < losses[0] - 1
     assert "unconverted: Conv1D again, keys as before: True" in out
+
+
+def test_training_with_cuda_graphs_says_that_there_are_none_on_a_cpu() -> None:
+    out = example("cuda_graphs")
+    assert "CUDA graphs need one" in line_with("no CUDA device here", out)
+    assert "by graphs" not in out
+    losses = [figures(line.partition("loss")[2])[0] for line in out.splitlines() if line.startswith("epoch ")]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] / 2
 
 
 @pytest.mark.slow

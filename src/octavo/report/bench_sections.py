@@ -20,7 +20,6 @@ TERMS = [
     ("Best peer = 1", "Speed beside the fastest peer of the same comparison: above 1 is faster than it."),
     ("BF16 = 1", "Speed beside BF16: above 1 is faster. Of a Linear or a layer the faster of two BF16 counts."),
     ("Ceiling", "The largest rate that the same device reached in the same run, in a plain copy or product."),
-    ("Ceiling", "The largest rate that the same device reached in the same run, in a plain copy or product."),
     (
         "Compiled to reduce overhead",
         "Each block compiled, and replayed from CUDA graphs that the compiler records itself.",
@@ -89,8 +88,8 @@ def sentences(record: Record) -> list[Sentence]:
     targets = record.all("target")
     missed = [row for row in targets if text(row, "verdict") == "miss"]
     passed = [row for row in targets if text(row, "verdict") == "pass"]
-    if words := emulated_words(record):
-        return [Sentence(words, WITHOUT)]
+    if emulated_words(record):
+        return [Sentence("No target is judged where FP8 is emulated.", WITHOUT)]
     if not passed and not missed:
         return [Sentence("No target was measured in this run.", WITHOUT)]
     found = [Sentence(verdict_words(record), BAD if missed else GOOD)]

@@ -350,3 +350,13 @@ def test_nothing_is_warned_about_when_all_went_well() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         octavo.convert(network(), CurrentScaling(), include=r"\d", exclude="^2$")
+
+
+def test_what_is_no_module_is_told_so() -> None:
+    for function in (octavo.convert, octavo.unconvert, octavo.inference.freeze):
+        with pytest.raises(TypeError, match=rf"{function.__name__}: model is a list: expected an nn\.Module"):
+            function([1])
+        with pytest.raises(TypeError, match=r"model is Linear, a class: expected an nn\.Module"):
+            function(nn.Linear)
+    with pytest.raises(TypeError, match="quantize needs a tensor, found a list"):
+        octavo.quantize([1.0], octavo.E4M3)

@@ -207,3 +207,18 @@ def test_packed_sequences_have_no_cache() -> None:
     layer = octavo.TransformerLayer(HIDDEN, 64, HEADS, attn_input_format="thd").eval()
     with torch.no_grad(), pytest.raises(ValueError, match="qkv_format='thd' has no KV cache"):
         layer(torch.randn(5, HIDDEN), kv_cache=KVCache(1, 9), cu_seqlens_q=torch.tensor([0, 5]))
+
+
+@pytest.mark.parametrize("kind", [octavo.KVCache, octavo.PagedKVCache])
+def test_sequences_and_tokens_beyond_the_cache_are_refused_at_once(kind: Any) -> None:
+    cache = kind(2, 8)
+    for gone in ([5], [0, 2], [-1]):
+        with pytest.raises(
+            ValueError, match=rf"names {gone[-1]}, .* max_batch_size = 2: sequences are numbered from 0 to 1"
+        ):
+            cache.reset(gone)
+    for expected in ([9, 3], [1, 1, 1], [-1]):
+        with pytest.raises(ValueError, match=r"expect\(.*max_batch_size = 2 and max_sequence_length = 8: give each"):
+            cache.expect(expected)
+    cache.expect([8, 0])
+    cache.reset([1])

@@ -322,3 +322,12 @@ def test_scales_start_from_the_first_batch_if_told_so(own: bool) -> None:
         # Measured until a gradient was there to remember: the second backward belongs to the second forward, which
         # still began without one.
         assert used["grad_output"] == [first, measured(gradients[1], steepest), (gradients[0] / steepest).item()]
+
+
+def test_a_model_without_a_layer_of_octavos_is_not_updated_in_silence() -> None:
+    with pytest.warns(UserWarning, match=r"this Sequential holds no layer of Octavo's, .*octavo\.convert"):
+        octavo.update_scales(nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(TypeError, match=r"octavo\.update_scales: model is a list: expected an nn\.Module"):
+        octavo.update_scales([octavo.Linear(4, 4)])  # type: ignore[arg-type]
+    # A loop that serves all recipes may call it with each of them.
+    octavo.update_scales(octavo.Linear(4, 4, recipe=octavo.recipes.CurrentScaling()))

@@ -19,11 +19,13 @@ from octavo.conversion.fuse import fuse as fuse_structures
 from octavo.conversion.fuse import unfuse
 from octavo.conversion.fused import kind_of
 from octavo.conversion.gain import expected_gain, method_of
+from octavo.conversion.known_parts import is_replaced
 from octavo.conversion.report import NO_DEVICE, ConversionReport, LayerReport
 from octavo.conversion.selection import Candidate, LayerFilter, candidates, checked_selection, unmatched_patterns
 from octavo.conversion.siblings import share_inputs
 from octavo.modules import FP8LinearMixin
 from octavo.recipes import CurrentScaling, Recipe, check_recipe
+from octavo.runtime.given_model import check_model
 from octavo.tensor import QuantizedTensor
 
 # What a layer of Octavo's own had before it was converted: (recipe, name). None: it has become one by conversion.
@@ -63,8 +65,10 @@ def convert(
         a pattern matched nothing, those of the recipe's overrides included.
 
     Raises:
+        TypeError: the model is no module.
         ValueError: no recipe, no regular expression, no filter, or no truth value where one is expected.
     """
+    check_model(model, "octavo.convert")
     check_recipe(recipe)
     if not isinstance(fuse, bool):
         raise ValueError(f"fuse is {fuse!r}: it must be True or False")
@@ -95,12 +99,14 @@ def unconvert(model: nn.Module) -> nn.Module:
     Delayed-scaling state is dropped. A weight that exists in FP8 alone becomes a parameter of its decoded values. A
     class of somebody's own, derived from an FP8 layer, stays: in high precision outside of `octavo.autocast`. Octavo's
     own layers that `convert` met get back the recipe and name that they had; those it did not meet stay, but for an
-    `octavo.Linear`, which is taken for a converted one.
+    `octavo.Linear`, which is taken for a converted one. What somebody has put on top of a converted module since (FSDP2,
+    a parametrisation, a wrapped forward) stays as well, in high precision and unfused, and a warning names it.
     """
-    unfuse(model)
+    check_model(model, "octavo.unconvert")
+    remarks = unfuse(model)
     decoded: dict[int, nn.Parameter] = {}  # by the weight, so that what was tied stays so
     held = []
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, FP8LinearMixin) and _stays(module):
             before = module.__dict__.pop(_BEFORE, None)
             if before is not None:
@@ -111,8 +117,12 @@ def unconvert(model: nn.Module) -> nn.Module:
                 values = nn.Parameter(weight.detach().dequantize(), requires_grad=weight.requires_grad)
                 module.weight = decoded.setdefault(id(weight), values)
                 held.append(weight)  # an id is one weight's only as long as that exists
+            if is_replaced(module):
+                remarks.append(f"{name or '(root)'}: its forward was replaced after conversion: its class stays")
             _leave_fp8(module)
         restore_fast_path(module)
+    for remark in remarks:
+        warnings.warn(f"octavo.unconvert: {remark}", stacklevel=2)
     return model
 
 
@@ -125,8 +135,8 @@ def _stays(module: FP8LinearMixin) -> bool:
 def _leave_fp8(module: FP8LinearMixin) -> None:
     module.__dict__.pop(_BEFORE, None)
     original = original_class(type(module))
-    if issubclass(original, FP8LinearMixin):
-        module.become_fp8(None)
+    if issubclass(original, FP8LinearMixin) or is_replaced(module):
+        module.become_fp8(None)  # what replaces a forward mostly calls that of the class
     else:
         module.become_plain()
         module.__class__ = original  # type: ignore[assignment]

@@ -55,14 +55,19 @@ class MaskRules(NamedTuple):
         return self._replace(mask_type=later.get(self.mask_type, self.mask_type))
 
 
+def check_mask_type(mask_type: str, name: str = "attn_mask_type") -> None:
+    """Raise ValueError unless it is known; `name` is what the layer calls it."""
+    if mask_type not in MASK_TYPES:
+        raise ValueError(f"{name} is {mask_type!r}: expected one of {', '.join(MASK_TYPES)}")
+
+
 def mask_rules(mask_type: str, window_size: Any = None) -> MaskRules:
     """Rules of a mask type and a window (left, right), checked.
 
     Raises:
         ValueError: an unknown type; a window that is no pair of integers from -1 on, or that contradicts the type.
     """
-    if mask_type not in MASK_TYPES:
-        raise ValueError(f"attn_mask_type is {mask_type!r}: expected one of {', '.join(MASK_TYPES)}")
+    check_mask_type(mask_type)
     window = UNBOUNDED if window_size is None else window_size
     if not _is_window(window):
         raise ValueError(

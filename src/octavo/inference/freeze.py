@@ -17,7 +17,8 @@ from octavo.inference.freezing import freezes, frozen_form
 from octavo.inference.frozen_layer import FrozenLayer, check_input_scale
 from octavo.inference.frozen_linear import FrozenLinear
 from octavo.inference.scheme import Scheme, scheme_named
-from octavo.modules import FP8LinearMixin, LayerNormMLP, MLPPart
+from octavo.modules import FP8LinearMixin, LayerNormMLP, LMHead, MLPPart
+from octavo.runtime.given_model import check_model
 
 
 def freeze(
@@ -35,8 +36,9 @@ def freeze(
     `FrozenLayerNormMLP` and `FrozenGroupedLinear` for those layers of Octavo's, which are frozen as a whole; of
     attention and transformer layers, which stay, the projections and the MLP. A layer that stands in several places is
     replaced in all of them, and named once. Left as they are: layers whose weight is tied to another module's, such as
-    a language model's head, since they would be untied; layers with a forward of somebody's own; what
-    `nn.MultiheadAttention` reads without calling it; and layers that hand out a bias instead of adding it.
+    a language model's head, since they would be untied; an `octavo.LMHead`, which takes targets as well; layers with a
+    forward of somebody's own; what `nn.MultiheadAttention` reads without calling it; and layers that hand out a bias
+    instead of adding it.
 
     Args:
         model: trained; converted layers are taken as well. The root itself must not be a linear layer.
@@ -47,10 +49,12 @@ def freeze(
             matches no linear layer, or if nothing is left to replace.
 
     Raises:
+        TypeError: the model is no module.
         ValueError: an unknown scheme, no regular expression, a static scheme without a usable scale for some layer, a
             pattern that excludes a part of a layer that is frozen as a whole, or a layer whose channels are smoothed
             (`smooth_swiglu`). The model is unchanged then.
     """
+    check_model(model, "octavo.inference.freeze")
     chosen = scheme_named(scheme)
     scales = _checked_scales(chosen, input_scales)
     selection = checked_selection(None, exclude, "all")
@@ -63,12 +67,7 @@ def freeze(
         raise ValueError("the model is itself a linear layer: put it into a module, such as nn.Sequential")
     for layer in layers:
         _refuse_smoothed(layer)
-        for part in layer.parts:
-            if chosen.static and part.name not in scales:
-                raise ValueError(
-                    f"scheme {scheme!r} has no input scale for {part.name!r}: calibrate with batches that reach it, or"
-                    f" exclude {'it' if part.name == layer.name else repr(layer.name)}"
-                )
+        _check_calibrated(layer, chosen, scales)
     for pattern in unmatched_patterns(found, selection):
         warnings.warn(f"octavo.inference.freeze: exclude pattern {pattern!r} matches no linear layer", stacklevel=2)
     if not layers:
@@ -76,7 +75,8 @@ def freeze(
     report = FreezeReport([(layer.name, layer.kind) for layer in layers], left, scheme)
     frozen = {id(layer.module): _frozen(layer, chosen, scales) for layer in layers}
     # What ran as one with a layer that goes, runs by itself again.
-    unfuse(model)
+    for remark in unfuse(model):
+        warnings.warn(f"octavo.inference.freeze: {remark}", stacklevel=2)
     _replace(model, frozen)
     _leave_fast_path(model)
     return report
@@ -136,6 +136,8 @@ def _reasons(layer: _Layer, tied: set[int]) -> list[str]:
 
 def _reasons_of_part(part: Candidate, tied: set[int]) -> list[str]:
     reasons, module = list(part.reasons), part.module
+    if isinstance(module, LMHead):
+        reasons.append("it computes the loss as well, of targets, which a frozen layer does not take")
     weights = module.weight_parts() if isinstance(module, FP8LinearMixin) else [module.weight]
     if any(id(weight) in tied for weight in weights):
         reasons.append("its weight is tied to another module's")
@@ -158,6 +160,15 @@ def _foreign_forward(module: nn.Module) -> type[nn.Module] | None:
         return None
     owner = next(kind for kind in type(module).__mro__ if "forward" in kind.__dict__)
     return None if owner.__module__.partition(".")[0] in ("octavo", "transformers") else owner
+
+
+def _check_calibrated(layer: _Layer, scheme: Scheme, scales: Mapping[str, float]) -> None:
+    for part in layer.parts:
+        if scheme.static and part.name not in scales:
+            raise ValueError(
+                f"scheme {scheme.name!r} has no input scale for {part.name!r}: calibrate with batches that reach it, or"
+                f" exclude {'it' if part.name == layer.name else repr(layer.name)}"
+            )
 
 
 def _refuse_smoothed(layer: _Layer) -> None:

@@ -19,7 +19,8 @@ from octavo.functional.grouped_on_device import DeviceCall, grouped_linear_on_de
 from octavo.functional.grouped_sizes import check_size_tensor, sizes_on_host
 from octavo.inference.frozen_layer import FrozenLayer, Product, refusing_gradient
 from octavo.inference.scheme import Scheme
-from octavo.modules.layernorm_linear import check_input, fp8_dtype
+from octavo.modules.given_input import check_input
+from octavo.modules.layernorm_linear import fp8_dtype
 
 
 class FrozenGroupedLinear(FrozenLayer):
@@ -59,7 +60,7 @@ class FrozenGroupedLinear(FrozenLayer):
             ValueError: shapes do not fit, sizes are no integers or do not sum to the tokens; or sizes that only the
                 device knows, where there is no grouped product for the scheme.
         """
-        check_input(x, self.in_features)
+        check_input(x, self.in_features, self, "x")
         dtype = fp8_dtype(x)
         with torch.no_grad():
             rows = x.reshape(x.shape[:-1].numel(), self.in_features)

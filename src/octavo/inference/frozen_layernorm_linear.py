@@ -18,7 +18,8 @@ from octavo.functional import NormLinear, norm_linear
 from octavo.functional.shared_input import as_rows
 from octavo.inference.frozen_layer import FrozenLayer, Product, refusing_gradient
 from octavo.inference.scheme import Scheme
-from octavo.modules.layernorm_linear import NormalisedInput, check_input, fp8_dtype
+from octavo.modules.given_input import check_input
+from octavo.modules.layernorm_linear import NormalisedInput, fp8_dtype
 
 _BUFFERS = Product.prefixed("")
 
@@ -53,7 +54,7 @@ class FrozenLayerNormLinear(FrozenLayer, NormalisedInput):
         Raises:
             ValueError: the last dimension is not K, or the dtype none of float32, bfloat16 and float16.
         """
-        check_input(x, self.in_features)
+        check_input(x, self.in_features, self, "x")
         dtype = fp8_dtype(x)
         with torch.no_grad():
             n: Tensor | None

@@ -21,7 +21,8 @@ from octavo.functional.shared_input import as_rows
 from octavo.inference.frozen_layer import FrozenLayer, Product
 from octavo.inference.frozen_layernorm_linear import handed_out, hold_norm
 from octavo.inference.scheme import Scheme
-from octavo.modules.layernorm_linear import NormalisedInput, check_input, fp8_dtype
+from octavo.modules.given_input import check_input
+from octavo.modules.layernorm_linear import NormalisedInput, fp8_dtype
 from octavo.modules.layernorm_mlp import ACTIVATIONS
 
 _BUFFERS = Product.prefixed("fc1_"), Product.prefixed("fc2_")
@@ -64,7 +65,7 @@ class FrozenLayerNormMLP(FrozenLayer, NormalisedInput):
         Raises:
             ValueError: the last dimension is not hidden_size, or the dtype none of float32, bfloat16 and float16.
         """
-        check_input(x, self.hidden_size)
+        check_input(x, self.hidden_size, self, "x")
         dtype, kind = fp8_dtype(x), ACTIVATIONS[self.activation]
         with torch.no_grad():
             n: Tensor | None

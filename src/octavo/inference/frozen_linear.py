@@ -27,6 +27,7 @@ from octavo.kernels import (
     runs_natively,
 )
 from octavo.kernels import scaled_mm as product
+from octavo.modules.given_input import check_input
 from octavo.scaling import TENSOR
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -78,10 +79,7 @@ class FrozenLinear(FrozenLayer):
 
     def _checked_dtype(self, input: Tensor) -> torch.dtype:
         """The dtype of the output, of an input that fits."""
-        if input.shape[-1:] != (self.in_features,):
-            raise ValueError(
-                f"input has shape {tuple(input.shape)}: its last dimension must be in_features = {self.in_features}"
-            )
+        check_input(input, self.in_features, self)
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         if dtype not in _DTYPES:

@@ -302,10 +302,10 @@ def check_groups(num_heads: int, num_groups: int) -> None:
         )
 
 
-def check_format(qkv_format: str) -> None:
-    """Raise ValueError unless it is known."""
+def check_format(qkv_format: str, name: str = "qkv_format") -> None:
+    """Raise ValueError unless it is known; `name` is what the layer calls it."""
     if qkv_format not in QKV_FORMATS:
-        raise ValueError(f"qkv_format is {qkv_format!r}: expected one of {', '.join(QKV_FORMATS)}")
+        raise ValueError(f"{name} is {qkv_format!r}: expected one of {', '.join(QKV_FORMATS)}")
 
 
 def check_probability(name: str, value: Any) -> None:

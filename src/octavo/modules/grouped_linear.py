@@ -20,7 +20,8 @@ from octavo.functional.grouped_linear import GroupedCall, bounds_of, grouped_lin
 from octavo.functional.grouped_on_device import DeviceCall, grouped_linear_on_device, unsupported_reasons
 from octavo.functional.grouped_sizes import check_size_tensor, sizes_on_host
 from octavo.kernels import amax
-from octavo.modules.layernorm_linear import check_cached_weight, check_input, fp8_dtype, reset_linear
+from octavo.modules.given_input import check_input
+from octavo.modules.layernorm_linear import check_cached_weight, fp8_dtype, reset_linear
 from octavo.modules.linear import CachedWeight
 from octavo.modules.mlp_part import MLPPart
 from octavo.modules.owned_parts import own_parts
@@ -157,7 +158,7 @@ class GroupedLinear(nn.Module):
                 replaced by one of another size.
         """
         check_cached_weight(cached_weight)
-        check_input(x, self.in_features)
+        check_input(x, self.in_features, self, "x")
         tokens = x.shape[:-1].numel()
         rows = x if x.dim() == 2 else x.reshape(tokens, self.in_features)
         if isinstance(m_splits, Tensor) and (m_splits.is_cuda or torch.compiler.is_compiling()):

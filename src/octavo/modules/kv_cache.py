@@ -55,8 +55,21 @@ class Cache(abc.ABC):
         self._expected: tuple[int, ...] | None = None
 
     def expect(self, num_new: Sequence[int] | None) -> None:
-        """From now on, `num_new[b]` of the tokens of sequence b are real in each call; None: all of them are."""
-        self._expected = None if num_new is None else tuple(int(n) for n in num_new)
+        """From now on, `num_new[b]` of the tokens of sequence b are real in each call; None: all of them are.
+
+        Raises:
+            ValueError: more sequences or tokens than the cache was made for.
+        """
+        expected = None if num_new is None else tuple(int(n) for n in num_new)
+        if expected is not None and not (
+            len(expected) <= self.max_batch_size and all(0 <= n <= self.max_sequence_length for n in expected)
+        ):
+            raise ValueError(
+                f"expect({list(expected)}) does not go with a cache of max_batch_size = {self.max_batch_size} and"
+                f" max_sequence_length = {self.max_sequence_length}: give each sequence a number from 0 to"
+                f" {self.max_sequence_length}, or make a larger cache"
+            )
+        self._expected = expected
 
     def lengths(self, layer: object, batch: int) -> tuple[int, ...]:
         """How many tokens of each of the first `batch` sequences a layer has kept."""
@@ -106,8 +119,18 @@ class Cache(abc.ABC):
         return expected
 
     def reset(self, sequences: Sequence[int] | None = None) -> None:
-        """Forget some sequences, or all of them."""
-        gone = range(self.max_batch_size) if sequences is None else sequences
+        """Forget some sequences, or all of them.
+
+        Raises:
+            ValueError: a sequence that the cache was not made for; nothing is forgotten then.
+        """
+        gone = range(self.max_batch_size) if sequences is None else [int(sequence) for sequence in sequences]
+        unknown = [sequence for sequence in gone if not 0 <= sequence < self.max_batch_size]
+        if unknown:
+            raise ValueError(
+                f"reset({list(gone)}) names {unknown[0]}, and the cache was made for max_batch_size ="
+                f" {self.max_batch_size}: sequences are numbered from 0 to {self.max_batch_size - 1}"
+            )
         for held in self._lengths.values():
             for sequence in gone:
                 held[sequence] = 0

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from octavo.functional import NormLinear, norm_linear, normalise
 from octavo.kernels import amax
 from octavo.kernels.norm_cast import Norm
+from octavo.modules.given_input import check_input
 from octavo.modules.linear import OUT_DTYPES, CachedWeight, FP8LinearMixin, quantize_parameter
 from octavo.modules.norm import (
     Normalization,
@@ -27,6 +28,7 @@ from octavo.modules.norm import (
     norm_of,
     reset_norm,
 )
+from octavo.modules.options import names_its_options
 from octavo.recipes import Recipe
 from octavo.runtime import Call, LayerState, layer_call
 from octavo.runtime.autocast import in_backward
@@ -103,6 +105,7 @@ class LayerNormLinear(NormalisedInput, FP8LinearMixin):
     in_features: int
     out_features: int
 
+    @names_its_options
     def __init__(
         self,
         in_features: int,
@@ -142,7 +145,7 @@ class LayerNormLinear(NormalisedInput, FP8LinearMixin):
         """
         check_cached_weight(cached_weight)
         weight = self.matrix()
-        check_input(x, weight.shape[1])
+        check_input(x, weight.shape[1], self, "x")
         call = layer_call(self.delayed_state, self.recipe, self.layer_name)
         if call.recipe is None:
             n = self.normalised(x)
@@ -199,12 +202,6 @@ def check_cached_weight(cached_weight: Any) -> None:
     """Raise ValueError unless it is a mode that is known."""
     if cached_weight not in (None, "refresh", "reuse"):
         raise ValueError(f"cached_weight is {cached_weight!r}: expected None, 'refresh' or 'reuse'")
-
-
-def check_input(x: Tensor, features: int) -> None:
-    """Raise ValueError unless x has so many features."""
-    if x.shape[-1:] != (features,):
-        raise ValueError(f"input has shape {tuple(x.shape)}: its last dimension must be in_features = {features}")
 
 
 def fp8_dtype(x: Tensor) -> torch.dtype:

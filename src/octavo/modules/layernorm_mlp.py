@@ -32,11 +32,11 @@ from octavo.functional import (
     smoothing_of,
 )
 from octavo.kernels.activations import GATED
+from octavo.modules.given_input import check_input
 from octavo.modules.layernorm_linear import (
     NormalisedInput,
     add_linear,
     check_cached_weight,
-    check_input,
     fp8_dtype,
     plain_linear,
     reset_linear,
@@ -44,6 +44,7 @@ from octavo.modules.layernorm_linear import (
 from octavo.modules.linear import CachedWeight
 from octavo.modules.mlp_part import MLPPart
 from octavo.modules.norm import Normalization
+from octavo.modules.options import names_its_options
 from octavo.modules.owned_parts import own_parts
 from octavo.recipes import Recipe
 from octavo.runtime import Call, LinearPlan, checkpoint, init_mode, layer_call
@@ -105,6 +106,7 @@ class LayerNormMLP(NormalisedInput):
     # Also of a layer that was saved before there was the option.
     smooth_swiglu: bool = False
 
+    @names_its_options
     def __init__(
         self,
         hidden_size: int,
@@ -184,7 +186,7 @@ class LayerNormMLP(NormalisedInput):
             cached_weight: as of `octavo.Linear`, for both weights.
         """
         check_cached_weight(cached_weight)
-        check_input(x, self.hidden_size)
+        check_input(x, self.hidden_size, self, "x")
         if self.checkpoint and torch.compiler.is_compiling():
             # What is computed again is the compiler's to say, which this tells it.
             result: Tensor | tuple[Tensor, Tensor] = checkpoint(lambda x: self._outputs(x, cached_weight, False), x)

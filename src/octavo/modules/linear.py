@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from octavo.functional import linear, quantize_weight
 from octavo.kernels import amax
+from octavo.modules.given_input import refuse_input
 from octavo.recipes import Recipe, check_recipe
 from octavo.runtime import (
     STALE_STEPS,
@@ -90,10 +91,12 @@ class FP8LinearMixin(nn.Module):
         if cached_weight is not None and cached_weight not in ("refresh", "reuse"):
             raise ValueError(f"cached_weight is {cached_weight!r}: expected None, 'refresh' or 'reuse'")
         weight = self.matrix()
-        if x.shape[-1:] != weight.shape[1:]:
-            raise ValueError(
-                f"input has shape {tuple(x.shape)}: its last dimension must be in_features = {weight.shape[1]}"
-            )
+        if (
+            not isinstance(x, Tensor)  # type: ignore[redundant-expr]  # users may give anything
+            or x.shape[-1:] != weight.shape[1:]
+            or not (x.is_floating_point() or x.dtype == weight.dtype)
+        ):
+            refuse_input(x, weight.shape[1], self)
         call = layer_call(self.delayed_state, self.recipe, self.layer_name)
         if call.recipe is None:
             return self._high_precision(x, weight, call)

@@ -16,7 +16,8 @@ from octavo.functional.cross_entropy import Reduction, check_loss
 from octavo.functional.linear_cross_entropy import DEFAULT_CHUNK, linear_cross_entropy
 from octavo.kernels import amax
 from octavo.kernels.cross_entropy import LossRule
-from octavo.modules.layernorm_linear import check_cached_weight, check_input
+from octavo.modules.given_input import called, check_input
+from octavo.modules.layernorm_linear import check_cached_weight
 from octavo.modules.linear import CachedWeight, Linear
 from octavo.recipes import Recipe
 from octavo.runtime import layer_call
@@ -74,12 +75,16 @@ class LMHead(Linear):
             input: [..., in_features].
             targets: [...], classes from 0 to V - 1 or `ignore_index`.
             cached_weight: as of `octavo.Linear`.
+
+        Raises:
+            ValueError: the weight was replaced by one of another number of classes.
         """
+        self._check_classes()
         if targets is None:
             return self.run(input, cached_weight)
         check_cached_weight(cached_weight)
         weight = self.matrix()
-        check_input(input, weight.shape[1])
+        check_input(input, weight.shape[1], self)
         call = layer_call(self.delayed_state, self.recipe, self.layer_name)
         plan = operand = None
         if call.recipe is not None:
@@ -103,6 +108,15 @@ class LMHead(Linear):
             plan=plan,
             cached_weight=operand,
         )
+
+    def _check_classes(self) -> None:
+        shape = self.weight.shape
+        if shape[0] != self.out_features:
+            raise ValueError(
+                f"{called(self)}: weight has shape {tuple(shape)}, and the head is one of out_features ="
+                f" {self.out_features} classes: give it a weight [{self.out_features}, {self.in_features}], or set"
+                f" its out_features to {shape[0]}"
+            )
 
     def extra_repr(self) -> str:
         """As of `octavo.Linear`, and the reduction and chunk of its loss."""

@@ -28,10 +28,12 @@ from octavo.modules.dot_product_attention import (
     check_groups,
     packing_of,
 )
+from octavo.modules.given_input import check_values
 from octavo.modules.kv_cache import Cache
 from octavo.modules.layernorm_linear import LayerNormLinear
 from octavo.modules.linear import CachedWeight, Linear
 from octavo.modules.norm import Normalization
+from octavo.modules.options import names_its_options
 from octavo.modules.query_key_norm import query_key_norm
 from octavo.modules.split_linear import LayerNormSplitLinear, SplitLinear
 from octavo.recipes import Recipe
@@ -65,6 +67,7 @@ class MultiheadAttention(nn.Module):
         recipe: FP8 with this recipe also outside of `octavo.autocast`.
     """
 
+    @names_its_options
     def __init__(
         self,
         hidden_size: int,
@@ -195,7 +198,10 @@ class MultiheadAttention(nn.Module):
             "thd": ("tokens", str(hidden)),
         }  # fmt: skip
         for name, x in (("hidden_states", hidden_states), ("encoder_output", encoder_output)):
-            if x is not None and (x.dim() != len(shapes[layout]) or x.shape[-1] != hidden):
+            if x is None:
+                continue
+            check_values(x, self, name, hidden)
+            if x.dim() != len(shapes[layout]) or x.shape[-1] != hidden:
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)}: the layer's format {layout!r} takes"
                     f" [{', '.join(shapes[layout])}]"
@@ -240,7 +246,7 @@ class MultiheadAttention(nn.Module):
     def _turned_heads(
         self, q: Tensor, k: Tensor, angles: RotaryAngles, cache: Cache | None, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        for_q, for_k = (angles, angles) if isinstance(angles, Tensor) else angles
+        for_q, for_k = _angle_pair(angles)
         batch = q.shape[1 if self.qkv_format == "sbhd" else 0]
         starts = (0,) if cache is None else cache.lengths(self.core_attention, batch)
         cu_q = cu_kv = None
@@ -263,6 +269,19 @@ def _projection(
     if norm is None:
         return SplitLinear(num_in, rows, bias, **more)
     return LayerNormSplitLinear(num_in, rows, bias, **norm, **more)
+
+
+def _angle_pair(angles: Any) -> tuple[Tensor, Tensor]:
+    """Angles of queries and of keys; TypeError for what is neither a tensor nor a pair of them."""
+    if isinstance(angles, Tensor):
+        return angles, angles
+    pair = angles if isinstance(angles, (tuple, list)) else (angles,)
+    if len(pair) == 2 and all(isinstance(one, Tensor) for one in pair):
+        return pair[0], pair[1]
+    found = ", ".join(type(one).__name__ for one in pair)
+    module = next((one for one in pair if isinstance(one, nn.Module)), None)
+    remedy = "make them with octavo.RotaryPositionEmbedding" if module is None else "call it: rope(S), S the places"
+    raise TypeError(f"rotary_pos_emb is {found}: expected angles [S, 1, 1, R], or a pair of tensors of them; {remedy}")
 
 
 def _by_itself(part: Tensor) -> Tensor:

@@ -139,12 +139,17 @@ def reset_norm(weight: Tensor | None, bias: Tensor | None, zero_centered: bool) 
 
 def _over_shape(layer: LayerNorm | RMSNorm, x: Tensor, normalization: str, bias: Tensor | None) -> Tensor:
     shape = tuple(layer.normalized_shape)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{normalization}: input is a {type(x).__name__}: expected a tensor [..., {shape[-1]}]")
     if tuple(x.shape[-len(shape) :]) != shape:
         raise ValueError(
             f"input has shape {tuple(x.shape)}: its last dimensions must be normalized_shape = {list(shape)}"
         )
     if not x.is_floating_point():
-        raise ValueError(f"input has dtype {x.dtype}: a normalisation takes a floating dtype")
+        raise ValueError(
+            f"{normalization}: input has dtype {x.dtype} and shape {tuple(x.shape)}: a normalisation takes a floating"
+            " dtype; convert it first, such as x.float()"
+        )
     norm = norm_of(normalization, layer.eps, layer.zero_centered_gamma, handed_on_dtype(x))
     weight: Tensor | None = layer.weight
     if len(shape) == 1:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from octavo.functional.grouped_sizes import is_integer
 from octavo.functional.routing import Routing, ScoreFunction, route
-from octavo.modules.layernorm_linear import check_input
+from octavo.modules.given_input import check_input
 
 
 class TopKRouter(nn.Module):
@@ -72,7 +72,7 @@ class TopKRouter(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """Routing of the tokens x [..., in_features], T of them in their order."""
-        check_input(x, self.in_features)
+        check_input(x, self.in_features, self, "x")
         rows = x.reshape(x.shape[:-1].numel(), self.in_features)
         # A choice between experts hangs on the last bits: not in the dtype of torch.autocast.
         with torch.autocast(x.device.type, enabled=False):

@@ -26,8 +26,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from octavo.functional.attention_mask import check_mask_type
 from octavo.functional.bias_dropout_add import bias_dropout_add, drop_path, drop_path_of_packed
-from octavo.modules.dot_product_attention import AttentionCall, check_call, check_probability
+from octavo.modules.dot_product_attention import AttentionCall, check_call, check_format, check_probability
+from octavo.modules.given_input import check_values
 from octavo.modules.kv_cache import Cache
 from octavo.modules.layernorm_mlp import LayerNormMLP, SavedInput
 from octavo.modules.linear import CachedWeight
@@ -121,7 +123,7 @@ class TransformerLayer(nn.Module):
         check_probability("hidden_dropout", hidden_dropout)
         check_probability("drop_path_rate", drop_path_rate)
         from_norm = apply_residual_connection_post_layernorm
-        _check_attention(attention)
+        _check_attention(attention, attn_input_format, self_attn_mask_type, enc_dec_attn_mask_type)
         _check_options(layer_type, parallel_attention_mlp, from_norm)
         self.hidden_size, self.layer_type, self.attn_input_format = hidden_size, layer_type, attn_input_format
         self.hidden_dropout, self.drop_path_rate = hidden_dropout, drop_path_rate
@@ -183,6 +185,7 @@ class TransformerLayer(nn.Module):
                 f"layer_type is {self.layer_type!r} and encoder_output is"
                 f" {'None' if encoder_output is None else 'given'}: it belongs to a decoder, and to it alone"
             )
+        check_values(hidden_states, self, "hidden_states", self.hidden_size)
         cu_seqlens = call.get("cu_seqlens_q")
         # 1. Self attention.
         made = self.self_attention(
@@ -230,7 +233,11 @@ def _norm(hidden_size: int, norm: dict[str, Any], place: dict[str, Any]) -> nn.M
     return kind(hidden_size, norm["eps"], zero_centered_gamma=norm["zero_centered_gamma"], **place)
 
 
-def _check_attention(given: dict[str, Any]) -> None:
+def _check_attention(given: dict[str, Any], layout: str, mask_type: str, enc_dec_mask_type: str) -> None:
+    """Refuse options of attention by the names that this layer has for them."""
+    check_format(layout, "attn_input_format")
+    check_mask_type(mask_type, "self_attn_mask_type")
+    check_mask_type(enc_dec_mask_type, "enc_dec_attn_mask_type")
     for name, value in given.items():
         if name in _INSTEAD:
             raise TypeError(f"a TransformerLayer has no option {name} (given: {value!r}): use {_INSTEAD[name]}")

@@ -7,6 +7,7 @@ all-reduce MAX over one tensor that holds them all.
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from typing import NamedTuple, Protocol
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from octavo.kernels import SCALE_ALIGNMENT, delayed_update
 from octavo.recipes import DelayedUpdate, Recipe
+from octavo.runtime.given_model import check_model
 from octavo.runtime.layer_state import LayerState, registered_states, states_of
 from octavo.tensor import OperandState, close_step, stays_in_place
 
@@ -89,8 +91,22 @@ def update_scales(model: nn.Module, group: object | None = None) -> None:
     Args:
         model: the model whose layers are updated.
         group: the process group over which amaxes agree; the default group if None and torch.distributed is set up.
+
+    With other recipes it does nothing. Of a model that holds no layer of Octavo's it warns.
+
+    Raises:
+        TypeError: no module.
     """
-    update_states(list(states_of(model)), group)
+    check_model(model, "octavo.update_scales")
+    states = list(states_of(model))
+    if not states and not torch.compiler.is_compiling() and any(True for _ in model.parameters()):
+        # Python shows the warning of one line of code once.
+        warnings.warn(
+            f"octavo.update_scales: this {type(model).__name__} holds no layer of Octavo's, and there are no scales to"
+            " update: give the model that octavo.convert(model, DelayedScaling()) changed",
+            stacklevel=3,
+        )
+    update_states(states, group)
 
 
 @torch.no_grad()

@@ -55,8 +55,11 @@ def quantize(
         codes of x's shape; scale float32 [] for "tensor", else [tall, wide] of the matrix; E8M0 codes for "mx".
 
     Raises:
+        TypeError: x is no tensor.
         ValueError: x is not floating point, the granularity is unknown, or a given scale does not fit.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"quantize needs a tensor, found a {type(x).__name__}: make one first, torch.as_tensor(x)")
     if not x.is_floating_point():
         raise ValueError(f"quantize needs a floating-point tensor, found {x.dtype}: convert it first, x.float()")
     format, blocks = format_given(format), granularity_named(granularity)

@@ -88,8 +88,24 @@ def test_overwriting_takes_no_memory_and_whoever_kept_the_logits_is_told(device:
     exponentials = leaf.exp()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         octavo.cross_entropy(exponentials, targets, overwrite_logits=True).backward()
-    with pytest.raises(ValueError, match="over a leaf's values"):
+    with pytest.raises(ValueError, match="over the values of a leaf"):
         octavo.cross_entropy(leaf, targets, overwrite_logits=True)
+
+
+@pytest.mark.parametrize(
+    "view", [lambda p: p, lambda p: p[:6], lambda p: p.view(-1, 40)[2:8]], ids=["leaf", "rows", "view"]
+)
+def test_overwriting_never_loses_the_values_of_a_leaf(view: Any) -> None:
+    parameter = torch.nn.Parameter(torch.randn(10, 40))
+    logits = view(parameter)
+    targets = torch.randint(0, 40, logits.shape[:1])
+    with pytest.raises(ValueError, match=r"overwrite_logits .* Parameter of shape \(\d+, 40\): leave it out"):
+        octavo.cross_entropy(logits, targets, overwrite_logits=True)
+    before = parameter.detach().clone()
+    octavo.cross_entropy(logits.clone(), targets, overwrite_logits=True).backward()
+    assert torch.equal(parameter, before)
+    # Views of what autograd made, as of a product that was padded, are overwritten.
+    octavo.cross_entropy((parameter * 1)[:4], targets[:4], overwrite_logits=True).backward()
 
 
 def test_the_logits_are_kept_and_four_bytes_a_row() -> None:

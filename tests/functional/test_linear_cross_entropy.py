@@ -286,6 +286,38 @@ def test_torch_autocast_says_what_the_products_run_in() -> None:
     assert torch.equal(dw.to(BF16), ew)
 
 
+@pytest.mark.parametrize(("reduction", "recompute"), [("sum", False), ("sum", True), ("none", False)])
+def test_torch_autocast_rounds_no_gradient_of_a_float32_weight(reduction: Any, recompute: bool) -> None:
+    """To the bit those of a hidden that has the dtype of the products already, in every chunk; backward inside too."""
+    hidden, weight, _, targets = operands()
+    hidden, weight = hidden.to(BF16), weight.requires_grad_()
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", BF16, enabled=enabled):
+            loss = octavo.linear_cross_entropy(
+                hidden, weight, targets, reduction=reduction, recompute=recompute, chunk_tokens=32
+            )
+            found += torch.autograd.grad(loss.sum(), weight)
+    assert torch.equal(*found)
+    assert not torch.equal(found[1], found[1].to(BF16).float())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_gradient_that_is_not_finite_spoils_its_own_row_alone(bad: float) -> None:
+    hidden, weight, bias, targets = operands()
+    hidden.requires_grad_()
+    rows = torch.randn(targets.shape)
+    loss = octavo.linear_cross_entropy(hidden, weight, targets, bias, reduction="none", chunk_tokens=32)
+    rows[0, 0] = 2 * rows.abs().max()  # the largest, whatever becomes of the other
+    at, spoiled = (1, 7), rows.clone()
+    spoiled[at] = bad
+    (expected,) = torch.autograd.grad(loss, hidden, rows, retain_graph=True)
+    (found,) = torch.autograd.grad(loss, hidden, spoiled)
+    assert not found[at].isfinite().any()
+    found[at] = expected[at]
+    assert torch.equal(found, expected)
+
+
 def test_a_second_derivative_is_refused() -> None:
     *inputs, targets = operands()
     inputs = [one.requires_grad_() for one in inputs]
@@ -304,6 +336,12 @@ def test_bad_arguments_are_named() -> None:
         call(hidden, weight, targets, bias[:7])
     with pytest.raises(ValueError, match=r"targets have shape \(2, 49\) and hidden \(2, 50, 40\)"):
         call(hidden, weight, targets[:, 1:])
+    with pytest.raises(ValueError, match=r"hidden is on cpu and weight on meta, bias on cpu: .*to_empty"):
+        call(hidden, weight.to("meta"), targets, bias)
+    with pytest.raises(ValueError, match=r"hidden is on cpu and weight on cpu, bias on meta: .*to_empty"):
+        call(hidden, weight, targets, bias.to("meta"))
+    with pytest.raises(ValueError, match=r"hidden and weight are on meta.*to_empty"):
+        call(hidden.to("meta"), weight.to("meta"), targets.to("meta"))
     with pytest.raises(ValueError, match="chunk_tokens is 0: expected an integer of 1 or more, such as 2048"):
         call(hidden, weight, targets, chunk_tokens=0)
     with pytest.raises(ValueError, match=r"hidden is torch\.float64"):

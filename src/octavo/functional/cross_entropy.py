@@ -56,7 +56,8 @@ def cross_entropy(
             afterwards: autograd raises for whoever kept them. Compiled code decides on that by itself.
 
     Raises:
-        ValueError: shapes, dtypes or numbers do not fit; on a CPU also a target that is no class.
+        ValueError: shapes, dtypes or numbers do not fit; on a CPU also a target that is no class. To overwrite would
+            be to lose a leaf's values, such as a parameter's.
     """
     rule = LossRule(ignore_index, label_smoothing, z_loss)
     check_loss(rule, reduction)
@@ -66,8 +67,8 @@ def cross_entropy(
             f"logits are {logits.dtype}: expected float32, bfloat16 or float16; for others use"
             " torch.nn.functional.cross_entropy"
         )
-    if overwrite_logits and logits.is_leaf and logits.requires_grad:
-        raise ValueError("overwrite_logits would write a gradient over a leaf's values: leave it out")
+    if overwrite_logits:
+        _check_not_of_a_leaf(logits)
     if torch.is_grad_enabled():
         loss: Tensor = _CrossEntropy.apply(logits, targets, _Setup(rule, reduction, overwrite_logits))
         return loss
@@ -105,6 +106,18 @@ class _CrossEntropy(torch.autograd.Function):
             torch.autograd.graph.increment_version(logits)
             dx = dx.detach()
         return dx.reshape(logits.shape), None, None
+
+
+def _check_not_of_a_leaf(logits: Tensor) -> None:
+    """Raise ValueError if the values of a leaf that is trained would be lost."""
+    # (Of a view in compiled code nobody knows whose it is; nothing is overwritten there.)
+    base = None if torch.compiler.is_compiling() else logits._base
+    for owner, what in ((logits, "a leaf"), (base, "a leaf, of which logits are a view")):
+        if owner is not None and owner.is_leaf and owner.requires_grad:
+            raise ValueError(
+                f"overwrite_logits would write a gradient over the values of {what}, {type(owner).__name__} of shape"
+                f" {tuple(owner.shape)}: leave it out, or give logits.clone()"
+            )
 
 
 def check_loss(rule: LossRule, reduction: str) -> None:

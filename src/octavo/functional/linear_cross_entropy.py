@@ -103,11 +103,13 @@ def linear_cross_entropy(
     check_loss(rule, reduction)
     check_targets(targets, hidden, "hidden")
     setup = LinearLoss(rule, reduction, chunk_tokens, recompute, _product_dtype(hidden), plan)
-    if torch.is_grad_enabled():
-        loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, setup, cached_weight)
-        return loss
-    rows, flat, none = as_rows(hidden), targets.reshape(-1), Needs(False, False, False)
-    losses, *_ = _losses(rows, flat, head_of(weight, bias, setup, none, cached_weight), none, setup)
+    # The dtype of the products is decided: autocast would round a float32 sum of theirs.
+    with torch.autocast(hidden.device.type, enabled=False):
+        if torch.is_grad_enabled():
+            loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, setup, cached_weight)
+            return loss
+        rows, flat, none = as_rows(hidden), targets.reshape(-1), Needs(False, False, False)
+        losses, *_ = _losses(rows, flat, head_of(weight, bias, setup, none, cached_weight), none, setup)
     return reduced(losses, count_of(targets, ignore_index, reduction), reduction, targets.shape)
 
 
@@ -154,7 +156,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             flat, lse, *rest = saved
             head = Head(Operand(*rest[:4]), rest[4], rest[5], *ctx.extents)
             parts = [Part(Operand(*rest[at : at + 4]), rest[at + 4]) for at in range(6, len(rest), 5)]
-            made = _gradients_again(parts, flat, lse, weights, head, needs, setup, ctx.dtypes[1])
+            # A backward inside of torch.autocast runs under it.
+            with torch.autocast(dloss.device.type, enabled=False):
+                made = _gradients_again(parts, flat, lse, weights, head, needs, setup, ctx.dtypes[1])
         # 2. Those of the inputs.
         dh, dw, db = (_times(one, factor, dtype) for one, dtype in zip(made, ctx.dtypes, strict=True))
         return None if dh is None else dh.reshape(ctx.shape), dw, db, None, None, None
@@ -255,11 +259,17 @@ def _times(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype | None) -
 
 
 def _factor(rows: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the rows' losses, [M] or one [], as a number [] times weights from -1 to 1 [M], or 1."""
+    """Gradients of the rows' losses, [M] or one [], as a number [] times weights from -1 to 1 [M], or 1.
+
+    The weight of one that is not finite is itself, so that it spoils its own row of dh and no other.
+    """
     if rows.dim() == 0 or rows.numel() == 0:
         return rows.reshape(()) if rows.numel() else rows.new_ones(()), None
-    largest = rows.abs().amax()
-    return largest, rows / torch.where(largest > 0, largest, 1.0)
+    sizes = rows.abs()
+    largest = torch.where(sizes < float("inf"), sizes, 0.0).amax()
+    # (Where all others are 0, they are 0 times 1.)
+    largest = torch.where(largest > 0, largest, 1.0)
+    return largest, rows / largest
 
 
 def _spans(num_tokens: int, chunk: int) -> list[tuple[int, int]]:
@@ -292,6 +302,17 @@ def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_tokens: in
     if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:]:
         raise ValueError(
             f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}: expected [..., K] and [V, K]"
+        )
+    if hidden.device != weight.device or (bias is not None and bias.device != hidden.device):
+        there = f"weight on {weight.device}" + ("" if bias is None else f", bias on {bias.device}")
+        raise ValueError(
+            f"hidden is on {hidden.device} and {there}: all belong on one device; move hidden or the head with .to()"
+            " (a head on meta has no values: .to_empty(device=...), then load or initialise it)"
+        )
+    if hidden.is_meta:
+        raise ValueError(
+            "hidden and weight are on meta, where there are no values to take a loss of: move the head with"
+            " .to_empty(device=...), then load or initialise it"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}: expected one number a class, ({weight.shape[0]},)")

@@ -27,10 +27,8 @@ class Model(nn.Module):
         self.blocks = nn.Sequential(nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Whole batches by the graph, once there is one; others by the layers."""
-        h = self.enter(x)
-        h = self.blocks(h) if len(x) == BATCH else self.blocks(input=h)
-        return self.leave(h)
+        """Whole batches go through the graph, once there is one; others through the layers."""
+        return self.leave(self.blocks(self.enter(x)))
 
 
 def autocast(device: str) -> torch.autocast:

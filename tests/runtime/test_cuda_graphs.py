@@ -38,7 +38,8 @@ class StandIn:
         ):
             for _ in range(num_warmup_iters):
                 out = module(*args)
-                out.backward(torch.full_like(out, 1e4), inputs=list(args))
+                wanted = [tensor for tensor in (*args, *module.parameters()) if tensor.requires_grad]
+                torch.autograd.grad(out, wanted, torch.full_like(out, 1e4))
             if self.fails:
                 raise RuntimeError("no capture today")
             module.forward = self._replayed(module, module.forward)
@@ -119,6 +120,32 @@ def test_training_goes_on_as_without_graphs(graphs: StandIn, update: bool) -> No
     assert graphs.replays == 5
     assert torch.equal(*losses)
     assert same(states_in(plain), states_in(graphed))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.randn(8, 32), torch.randn(1, 32), torch.randn(16, 32, dtype=torch.bfloat16), torch.randn(2, 16, 32)],
+    ids=["smaller", "one", "dtype", "dimensions"],
+)
+def test_an_input_unlike_the_sample_is_no_replay(graphs: StandIn, x: Tensor) -> None:
+    model = model_with(CurrentScaling())
+    plain = copy.deepcopy(model)
+    octavo.make_graphed_callables(model, (sample(),))
+    assert torch.equal(model(x), plain(x))
+    assert graphs.replays == 0
+
+
+def test_an_input_whose_gradient_the_graph_does_not_have_is_no_replay_and_is_said(graphs: StandIn) -> None:
+    model = model_with(CurrentScaling())
+    octavo.make_graphed_callables(model, (sample().detach(),))
+    x = sample()
+    with pytest.warns(UserWarning, match=r"Graph it with sample\.requires_grad_\(\)"):
+        model(x).sum().backward()
+    assert x.grad is not None
+    model(x).sum().backward()  # said once
+    assert graphs.replays == 0
+    model(x.detach())
+    assert graphs.replays == 1
 
 
 def test_a_graph_finds_scales_where_they_were(graphs: StandIn) -> None:

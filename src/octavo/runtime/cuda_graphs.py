@@ -61,8 +61,9 @@ def make_graphed_callables(
         octavo.update_scales(model)        # or octavo.autocast around the forward, entered here as well
 
     Call it inside the contexts in which the modules will run. A replay is taken wherever the layers would do the same
-    again; elsewhere (evaluation, gradients off, another recipe or none in force, calibration, an observer,
-    `count_gemms`, a scale that a new checkpoint has made unknown) the layers run themselves.
+    again; elsewhere (inputs of another shape or dtype, keyword arguments, evaluation, gradients off, another recipe or
+    none in force, calibration, an observer, `count_gemms`, a scale that a new checkpoint has made unknown) the layers
+    run themselves.
 
     Args:
         callables: a module or a tuple of modules, in the order in which they run. Each becomes its graphed self.
@@ -91,33 +92,45 @@ def make_graphed_callables(
         # A graph that nobody holds any more but a cycle must not be freed while another one is captured.
         gc.collect()
         make(callables, sample_args, num_warmup_iters, allow_unused_input, pool)
-    for module, module_layers, (forward, training) in zip(modules, layers, before, strict=True):
-        module.forward = GraphedForward(module, module_layers, forward, module.forward, training)
+    for module, module_layers, (forward, training), arguments in zip(modules, layers, before, samples, strict=True):
+        captured = _Captured(forward, module.forward, training, tuple(_kind(sample) for sample in arguments))
+        module.forward = GraphedForward(module, module_layers, captured)
     return callables
+
+
+class _Captured(NamedTuple):
+    """What was captured of a module.
+
+    Attributes:
+        forward: as the module had it.
+        replay: as torch made it.
+        training: the mode that was captured.
+        inputs: shape and dtype of each, and whether it required a gradient.
+    """
+
+    forward: Callable[..., Any]
+    replay: Callable[..., Any]
+    training: bool
+    inputs: tuple[tuple[torch.Size, torch.dtype, bool], ...]
+
+
+def _kind(sample: Tensor) -> tuple[torch.Size, torch.dtype, bool]:
+    return sample.shape, sample.dtype, sample.requires_grad
 
 
 class GraphedForward:
     """The forward of a graphed module: a replay where the layers would do what was captured, else the layers."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        layers: list[Any],
-        forward: Callable[..., Any],
-        replay: Callable[..., Any],
-        training: bool,
-    ) -> None:
+    def __init__(self, module: nn.Module, layers: list[Any], captured: _Captured) -> None:
         """Note what was in force at the capture.
 
         Args:
             module: whose forward this becomes.
             layers: its FP8 layers.
-            forward: as the module had it.
-            replay: as torch made it.
-            training: the mode that was captured.
+            captured: what was captured.
         """
-        self._module, self._layers, self._forward, self._replay = module, layers, forward, replay
-        self._training = training
+        self._module, self._layers = module, layers
+        self._forward, self._replay, self._training, self._inputs = captured
         self._recipes = self._in_force()
         # What was not known at the capture has taken no part in it.
         self._known = [operand for layer in layers for operand in layer.delayed_state.operands if not operand.from_data]
@@ -128,6 +141,7 @@ class GraphedForward:
         ]
         self._steps = -1
         self._replayed = False
+        self._warned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's forward.
@@ -144,7 +158,7 @@ class GraphedForward:
                     " the scales of now, not those of its first forward. Put the checkpoint inside, and graph that"
                 )
             return self._forward(*args, **kwargs)
-        self._replayed = not kwargs and self._would_do_the_same()
+        self._replayed = not kwargs and self._fits(args) and self._would_do_the_same()
         if not self._replayed:
             return self._forward(*args, **kwargs)
         context = current_context()
@@ -157,6 +171,27 @@ class GraphedForward:
 
     def _in_force(self) -> list[Recipe | None]:
         return [recipe_in_force(layer.recipe, layer.layer_name) for layer in self._layers]
+
+    def _fits(self, args: tuple[Any, ...]) -> bool:
+        """True for tensors like the samples: torch copies them over those, and would convert or spread others."""
+        if len(args) != len(self._inputs):
+            return False
+        for x, (shape, dtype, has_gradient) in zip(args, self._inputs, strict=True):
+            if not isinstance(x, Tensor) or x.shape != shape or x.dtype is not dtype:
+                return False
+            if x.requires_grad and not has_gradient and torch.is_grad_enabled():
+                self._warn_of_gradient()
+                return False
+        return True
+
+    def _warn_of_gradient(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{type(self._module).__name__} was graphed with a sample that requires no gradient, and is given an"
+                " input that does: the layers run themselves. Graph it with sample.requires_grad_()",
+                stacklevel=6,
+            )
 
     def _would_do_the_same(self) -> bool:
         frame = current_frame()

@@ -62,19 +62,21 @@ def bounds(logits: Tensor, targets: Tensor, rule: LossRule, factor: Tensor | Non
     An exponential of t is off by (2 |t| + 8) u relative: t and t log2 e are rounded, and the hardware's 2^t, like each
     factor by which an online softmax rescales what it has, is within 2^-21. The exponents of one term add up to
     |x - max|, its factors are V / 2 at the most in these tests. A sum of V terms is off by V u. So log of the sum of
-    exponentials is off by (5 V + 16 + 2 sum p |x - max|) u, the logarithm's own error 8 u + 4 u |log|, and the sum with
-    the maximum by u |lse|. The loss adds four roundings of its terms and V u of the mean of the logits; a probability
-    is off by (2 |x - lse| + 8) u + that of lse, relative, and its gradient by four roundings.
+    exponentials is off by (5 V + 16 + 2 sum p |x - max|) u, the logarithm's own error 8 u + 4 u |log|, and lse, the sum
+    with the maximum, by 2 u |lse| more. The loss is of y = x - max: it adds six roundings of its terms, and of the mean
+    of y 2 V u, its own and those of moving it to a larger maximum, count times a step that no |y| before is below; a
+    probability is off by (2 |x - lse| + 8) u + that of lse, relative, and its gradient by four roundings.
     """
     x, num_classes = logits.double(), logits.shape[1]
     lse, largest = x.logsumexp(1), x.amax(1)
     p = (x - lse[:, None]).exp()
     off = (x - largest[:, None]).abs()
-    lse_off = UNIT * (5 * num_classes + 24 + 2 * (p * off).sum(1) + 4 * (lse - largest).abs() + 2 * lse.abs())
+    log_off = UNIT * (5 * num_classes + 24 + 2 * (p * off).sum(1) + 4 * (lse - largest).abs())
+    lse_off = log_off + UNIT * 2 * lse.abs()
     at = x.gather(1, torch.where(targets == rule.ignore_index, 0, targets).long()[:, None])[:, 0]
-    size = lse.abs() + at.abs() + rule.label_smoothing * x.abs().mean(1) + rule.z_loss * lse.square()
-    loss_off = lse_off * (1 + 2 * rule.z_loss * lse.abs()) + UNIT * 6 * size
-    loss_off = loss_off + UNIT * (num_classes + 4) * rule.label_smoothing * x.abs().mean(1)
+    smoothed = rule.label_smoothing * off.mean(1)
+    size = (lse - largest).abs() + (at - largest).abs() + smoothed + rule.z_loss * lse.square()
+    loss_off = log_off + lse_off * 2 * rule.z_loss * lse.abs() + UNIT * (6 * size + (2 * num_classes + 8) * smoothed)
     relative = UNIT * (2 * (x - lse[:, None]).abs() + 16) + lse_off[:, None]
     grown = p * (1 + 2 * rule.z_loss * lse.abs())[:, None]
     dx_off = relative * grown + 4 * UNIT * (grown + rule.label_smoothing / num_classes)
@@ -182,8 +184,20 @@ def test_label_smoothing_of_a_masked_class_is_infinite_as_torch_has_it() -> None
 def test_large_logits_do_not_overflow() -> None:
     logits = torch.tensor([[3e38, 3e38, -3e38], [-3e38, -3e38, -3e38]])
     loss, _ = cross_entropy(logits, torch.tensor([0, 2]))
-    # log 2 and log 3 are lost beside 3e38: its neighbours are 2^104 apart.
-    assert loss.tolist() == [0.0, 0.0]
+    # Beside 3e38 log 2 and log 3 would be lost: its neighbours are 2^104 apart.
+    torch.testing.assert_close(loss, torch.tensor([2.0, 3.0]).log(), rtol=1e-6, atol=0)
+
+
+FAR = (LossRule(), LossRule(-100, 0.1), LossRule(-100, 1.0))
+
+
+@pytest.mark.parametrize("rule", FAR, ids=str)
+@pytest.mark.parametrize("offset", [1e2, -1e4, 1e6])
+def test_logits_far_from_zero_lose_nothing_of_the_loss(offset: float, rule: LossRule) -> None:
+    logits, targets = inputs((20, 300), torch.float32, rule)
+    logits = logits + offset
+    loss, lse = cross_entropy(logits, targets, rule)
+    assert_close((loss, lse, cross_entropy_gradient(logits, targets, lse, None, rule)), logits, targets, rule)
 
 
 def test_no_rows_have_no_loss() -> None:
@@ -290,6 +304,22 @@ def test_the_twin_is_as_close_as_its_reference(kernels: Any, shape: tuple[int, i
             assert_close((loss, lse, view), logits, targets, rule)
         assert bool(wide[:, :2].isnan().all())
         assert bool(wide[:, 2 + shape[1] :].isnan().all())
+
+
+@interpreted
+@silent
+@pytest.mark.parametrize("rule", FAR, ids=str)
+@pytest.mark.parametrize("offset", [1e2, -1e4, 1e6])
+def test_the_twin_of_logits_far_from_zero_loses_nothing_of_the_loss(
+    kernels: Any, offset: float, rule: LossRule
+) -> None:
+    """In blocks each of which has a larger maximum than the one before, and the other way round."""
+    logits, targets = inputs((6, 300), torch.float32, rule)
+    ramp = torch.arange(300) / 30
+    for x in (logits + ramp + offset, logits - ramp + offset):
+        loss, lse = kernels.cross_entropy_triton(x, targets, rule, False)
+        gradient = kernels.cross_entropy_gradient_triton(x, targets, lse, None, rule, False)
+        assert_close((loss, lse, gradient), x, targets, rule)
 
 
 @interpreted

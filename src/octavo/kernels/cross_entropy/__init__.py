@@ -2,6 +2,7 @@
 
     lse [M]     = log sum_j exp(x_mj)
     loss [M]    = lse - (1 - e) x_mt - e/V sum_j x_mj + z lse^2        t the target, e label_smoothing, z z_loss
+                = log sum_j exp(y_mj) - (1 - e) y_mt - e/V sum_j y_mj + z lse^2      y = x - max_j x_mj, as computed
     dx [M, V]   = (p (1 + 2 z lse) - (1 - e) [j = t] - e/V) g_m        p = exp(x - lse), g_m the gradient of a loss
 
 In float32; dx is rounded once, to the dtype of the logits. Rows whose target is `ignore_index` have loss, lse and

@@ -14,14 +14,15 @@ def cross_entropy_reference(logits: Tensor, targets: Tensor, rule: LossRule) -> 
     # 1. What each row is shifted by, so that no exponential overflows.  [M, 1]
     largest = x.amax(1, keepdim=True)
     shift = torch.where(largest == -float("inf"), 0.0, largest)
+    x = x - shift
     # 2. Its log sum exp; NaN where the target is no class.  [M]
-    lse = shift[:, 0] + (x - shift).exp().sum(1).log()
     inside = (targets >= 0) & (targets < num_classes)
-    lse = torch.where(inside, lse, float("nan"))
+    log = torch.where(inside, x.exp().sum(1).log(), float("nan"))
+    lse = shift[:, 0] + log
     # 3. The logit of its target.  [M]
     at = x.gather(1, torch.where(inside, targets, 0).long()[:, None])[:, 0]
-    # 4. Its loss.  [M]
-    loss = lse - (1 - rule.label_smoothing) * at
+    # 4. Its loss, of what has been shifted: of large logits the difference would be lost.  [M]
+    loss = log - (1 - rule.label_smoothing) * at
     if rule.label_smoothing:
         loss = loss - rule.label_smoothing / num_classes * x.sum(1)
     if rule.z_loss:

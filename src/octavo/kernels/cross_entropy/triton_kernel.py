@@ -96,22 +96,25 @@ def cross_entropy_kernel(
     if HAS_LOSS:
         # 2. The logit of the target, before a gradient is written in its place.
         at = tl.load(source + target, mask=counts & inside, other=0.0).to(tl.float32)
-        # 3. The largest logit so far, and the sum of exponentials in its units.
+        # 3. The largest logit so far, the sum of exponentials in its units, and that of the logits less it.
         largest = tl.full((), -float("inf"), tl.float32)
         exponentials = tl.full((), 0.0, tl.float32)
+        shift = tl.full((), 0.0, tl.float32)
         total = tl.full((), 0.0, tl.float32)
         for first in range(0, whole, BLOCK):
             values = _loaded(source, first + column, end, 0.0, True)
-            largest, _, exponentials = _with_block(values, largest, exponentials)
+            largest, shifted, exponentials = _with_block(values, largest, exponentials)
             if LABEL_SMOOTHING > 0:
-                total += tl.sum(values, axis=0)
+                total += first * (shift - shifted) + tl.sum(values - shifted, axis=0)
+            shift = shifted
         values = _loaded(source, whole + column, end, -float("inf"), False)
-        largest, shift, exponentials = _with_block(values, largest, exponentials)
+        largest, shifted, exponentials = _with_block(values, largest, exponentials)
         if LABEL_SMOOTHING > 0:
-            total += tl.sum(tl.where(whole + column < end, values, 0.0), axis=0)
-        # 4. Its log sum exp, NaN where the target is no class; its loss.
-        lse = tl.where(inside, shift + tl.log(exponentials), tl.full((), float("nan"), tl.float32))
-        loss = lse - (1.0 - LABEL_SMOOTHING) * at
+            total += whole * (shift - shifted) + tl.sum(tl.where(whole + column < end, values - shifted, 0.0), axis=0)
+        # 4. Its log sum exp, NaN where the target is no class; its loss, of what has been shifted.
+        log = tl.where(inside, tl.log(exponentials), tl.full((), float("nan"), tl.float32))
+        lse = shifted + log
+        loss = log - (1.0 - LABEL_SMOOTHING) * (at - shifted)
         if LABEL_SMOOTHING > 0:
             loss = loss - smoothed * total
         if Z_LOSS > 0:

@@ -380,3 +380,12 @@ def test_a_cached_weight_is_quantized_once(recipe: str) -> None:
             layer(x, cached_weight=cached)
     assert casts.count("weight") == 3
     assert casts.count("input") == 6
+
+
+@pytest.mark.parametrize("recipe", [CurrentScaling(), DelayedScaling()], ids=lambda recipe: type(recipe).__name__)
+def test_on_meta_fp8_is_refused_with_a_remedy_and_shapes_run_without(recipe: Recipe) -> None:
+    layer, x = octavo.Linear(32, 40, device="meta", recipe=recipe), torch.randn(4, 32, device="meta")
+    with pytest.raises(ValueError, match=r"input of shape \(4, 32\) is on meta.*enabled=False.*to_empty"):
+        layer(x)
+    with octavo.autocast(enabled=False):
+        assert layer(x).shape == (4, 40)

@@ -313,6 +313,12 @@ def _version(weight: Tensor) -> tuple[int, int]:
 def _out_dtype(x: Tensor) -> torch.dtype:
     """The dtype of the output: that of torch.autocast if it is on, else x's."""
     device = "cuda" if x.is_cuda else x.device.type
+    if device == "meta":
+        raise ValueError(
+            f"input of shape {tuple(x.shape)} is on meta, where an FP8 layer has no values to cast: run the shapes with"
+            " FP8 off (octavo.autocast(enabled=False)), or move the model with .to_empty(device=...), then load or"
+            " initialise it"
+        )
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     if dtype not in OUT_DTYPES:
         raise ValueError(f"input has dtype {dtype}: an FP8 layer takes float32, bfloat16 or float16")

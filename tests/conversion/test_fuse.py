@@ -104,7 +104,8 @@ def test_twenty_steps_train_as_in_bf16(name: str) -> None:
             with torch.autocast("cpu", BF16):
                 loss = loss_of(one)
             loss.backward()
-            octavo.update_scales(one)
+            if one is model:
+                octavo.update_scales(one)
             optimizer.step()
             optimizer.zero_grad()
             losses[kind].append(loss.item())
@@ -236,7 +237,7 @@ def test_copies_are_fused_and_on_their_own(copied: Any) -> None:
     other = copied(model)
     assert [type(module) for module in other.modules()] == [type(module) for module in model.modules()]
     block: Any = other.transformer.h[0]
-    assert block.ln_1.__dict__[FOLLOWERS] == (block.attn.c_attn,)
+    assert block.ln_1.__dict__[FOLLOWERS].layers() == [block.attn.c_attn]
     assert "_layers_behind" not in block.ln_1._modules
     model.zero_grad()
     assert_same_step(model, other)

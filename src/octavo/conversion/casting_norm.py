@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from octavo.conversion.converted import runs_plainly
+from octavo.conversion.followers import Followers
 from octavo.conversion.known_parts import known_norm
+from octavo.functional import normalise
 from octavo.functional.norm_ahead import normalise_ahead
 from octavo.modules import OUT_DTYPES, FP8LinearMixin
 from octavo.modules.norm import handed_on_dtype
 from octavo.runtime import LinearPlan, layer_call
 
-# Under which name a normalisation knows the layers behind it; as a tuple they are no children of it.
+# Under which name a normalisation knows the layers behind it, which are no children of it.
 FOLLOWERS = "_layers_behind"
 
 
@@ -38,21 +40,28 @@ class CastingNorm(nn.Module):
             return super().forward(*args, **kwargs)
         x, norm = args[0], known_norm(self, self.fused_from)
         # (Not known any more: whoever has replaced its forward calls this one.)
-        plan = None if norm is None else self._plan_of_what_follows(x)
+        followers = [] if norm is None else self._living_followers()
+        plan = self._plan_of_what_follows(x, followers[0]) if followers else None
         if norm is None or plan is None:
             return super().forward(x)
-        followers = self.__dict__[FOLLOWERS]
         trains = torch.is_grad_enabled() and any(layer.weight.requires_grad for layer in followers)
         weight: Any = self.weight
         bias: Any = getattr(self, "bias", None)
         through = norm.through(handed_on_dtype(x))
+        if x.is_inference() or torch.is_inference_mode_enabled():
+            # Such a tensor does not tell whether it was written to, so that nobody could take codes made ahead.
+            return normalise(x, through, weight, bias)
         return normalise_ahead(x, through, weight, bias, plan.input, trains and plan.wgrad_fp8 and not plan.keeps_input)
 
-    def _plan_of_what_follows(self, x: Any) -> LinearPlan | None:
+    def _living_followers(self) -> list[FP8LinearMixin]:
+        """Those that are still there."""
+        followers: Followers | None = self.__dict__.get(FOLLOWERS)
+        return [] if followers is None else followers.layers()
+
+    def _plan_of_what_follows(self, x: Any, first: FP8LinearMixin) -> LinearPlan | None:
         """That of the first layer behind; None where the class before is to run."""
-        first: FP8LinearMixin = self.__dict__[FOLLOWERS][0]
         weight: Any = self.weight
-        if not isinstance(x, Tensor) or x.is_inference() or handed_on_dtype(x) not in OUT_DTYPES:
+        if not isinstance(x, Tensor) or handed_on_dtype(x) not in OUT_DTYPES:
             return None
         # One without affine parameters has a shape all the same. What does not fit is told by the class before.
         shape = self.__dict__.get("normalized_shape") if weight is None else weight.shape
@@ -78,8 +87,13 @@ _CLASSES: dict[type[nn.Module], type[CastingNorm]] = {}
 def casting_class(kind: type[nn.Module]) -> type[CastingNorm]:
     """The class that a normalisation of class `kind` becomes."""
     if kind not in _CLASSES:
-        namespace = {"__doc__": f"{kind.__name__} that casts its output ahead to FP8.", "fused_from": kind}
-        _CLASSES[kind] = type(f"FP8{kind.__name__}", (CastingNorm, kind), namespace)
+        # Of the same name: blocks and normalisations are also looked for by the names of their classes.
+        namespace = {
+            "__doc__": f"{kind.__name__} that casts its output ahead to FP8.",
+            "__qualname__": kind.__qualname__,
+            "fused_from": kind,
+        }
+        _CLASSES[kind] = type(kind.__name__, (CastingNorm, kind), namespace)
     return _CLASSES[kind]
 
 

@@ -99,8 +99,9 @@ def unconvert(model: nn.Module) -> nn.Module:
     Delayed-scaling state is dropped. A weight that exists in FP8 alone becomes a parameter of its decoded values. A
     class of somebody's own, derived from an FP8 layer, stays: in high precision outside of `octavo.autocast`. Octavo's
     own layers that `convert` met get back the recipe and name that they had; those it did not meet stay, but for an
-    `octavo.Linear`, which is taken for a converted one. What somebody has put on top of a converted module since (FSDP2,
-    a parametrisation, a wrapped forward) stays as well, in high precision and unfused, and a warning names it.
+    `octavo.Linear`, which is taken for a converted one. What somebody has put on top of a fused module since (FSDP2, a
+    parametrisation), or wrapped around its forward or a layer's, stays as well, in high precision and unfused, and a
+    warning names it.
     """
     check_model(model, "octavo.unconvert")
     remarks = unfuse(model)

@@ -1,17 +1,20 @@
 """`fuse` and `unfuse`: known structures of a converted model computed as one, and the way back.
 
-Nothing but the class of the module that holds a structure changes, in place.
+Nothing but the class of the module that holds a structure changes, in place. Back goes only a class that is still the
+one given here: what somebody has put on top of it since (FSDP2, a parametrisation, a wrapped forward) stays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from octavo.conversion.casting_norm import FOLLOWERS, CastingNorm, casting_class
 from octavo.conversion.converted import runs_plainly
+from octavo.conversion.followers import follow_nothing, followed_by, part_from
 from octavo.conversion.joined_mlp import JoinedMLP, is_listened_to, joined_class
 from octavo.conversion.known_parts import activation_name, is_replaced, known_norm
 from octavo.conversion.report import StructureReport
@@ -46,24 +49,37 @@ def fuse(model: nn.Module, converted: set[int], wanted: bool = True, dry_run: bo
         wanted: False turns structures back into what they were, and says so.
         dry_run: change nothing.
     """
+    every = list(_found(model))
     rows = []
-    for found in _found(model):
+    for found in every:
         reason = found.reason or ("" if wanted else "fuse=False")
         rows.append(_report(found, reason or _layer_reason(found, converted)))
-        if dry_run:
-            continue
-        if rows[-1].fused:
-            _change(found)
-        else:
-            _restore(_changed_module(found))
+    if dry_run:
+        return rows
+    # A normalisation that stands in several places is changed for those that want it.
+    fused: dict[int, list[_Found]] = {}
+    for found, row in zip(every, rows, strict=True):
+        if row.fused:
+            fused.setdefault(id(_changed_module(found)), []).append(found)
+    for group in fused.values():
+        _change(group)
+    for i, found in enumerate(every):
+        module = _changed_module(found)
+        left = "" if id(module) in fused else _restore(module)
+        if left:
+            rows[i] = replace(rows[i], reason=f"{rows[i].reason}; {left}")
     return rows
 
 
-def unfuse(model: nn.Module) -> nn.Module:
-    """Turn every structure that `fuse` changed back into the class it came from, in place."""
-    for module in model.modules():
-        _restore(module)
-    return model
+def unfuse(model: nn.Module) -> list[str]:
+    """Turn every structure that `fuse` changed back into its class, in place -> remarks on those that keep another."""
+    remarks = []
+    for name, module in model.named_modules():
+        left = _restore(module)
+        if left:
+            remarks.append(f"{name or '(root)'}: {left}")
+        follow_nothing(module)
+    return remarks
 
 
 def _found(model: nn.Module) -> Iterator[_Found]:
@@ -149,21 +165,43 @@ def _changed_module(found: _Found) -> nn.Module:
     return norm
 
 
-def _change(found: _Found) -> None:
-    module, structure = _changed_module(found), found.structure
+def _change(group: list[_Found]) -> None:
+    """Change the module of one structure, or of several that have the same normalisation."""
+    module, structure = _changed_module(group[0]), group[0].structure
     kind = _class_before(module)
     if isinstance(structure, MLPStructure):
-        module.__class__ = joined_class(kind, structure)
+        module.__dict__.pop("one_by_one", None)
+        if not isinstance(module, JoinedMLP):
+            module.__class__ = joined_class(kind, structure)
         return
-    followers = tuple(layer for _, layer in _followers(found.module, structure) if runs_plainly(layer))
+    _forget_followers(module)
+    found = [layer for one in group for _, layer in _followers(one.module, one.structure)]  # type: ignore[arg-type]
+    followers = [layer for layer in found if runs_plainly(layer)]
     for layer in followers:
         # That others make the same codes of an input with delayed scaling is known by its state.
         layer.delayed_state.input.shared = True
-    module.__class__ = casting_class(kind)
-    module.__dict__[FOLLOWERS] = followers
+    if not isinstance(module, CastingNorm):
+        module.__class__ = casting_class(kind)
+    module.__dict__[FOLLOWERS] = followed_by(followers)
 
 
-def _restore(module: nn.Module) -> None:
-    if isinstance(module, (JoinedMLP, CastingNorm)):
-        module.__dict__.pop(FOLLOWERS, None)
+def _restore(module: nn.Module) -> str:
+    """Give a module its class back -> why it keeps the one that it has, if it does."""
+    if not isinstance(module, (JoinedMLP, CastingNorm)):
+        return ""
+    _forget_followers(module)
+    if "fused_from" in type(module).__dict__ and not is_replaced(module):
+        module.__dict__.pop("one_by_one", None)
         module.__class__ = module.fused_from  # type: ignore[assignment]
+        return ""
+    if isinstance(module, JoinedMLP):
+        module.__dict__["one_by_one"] = True
+    if is_replaced(module):
+        return "its forward was replaced after it was fused, perhaps by one that calls that: its class stays, unfused"
+    return f"{type(module).__name__} was put on top of it after it was fused, and stays, unfused"
+
+
+def _forget_followers(module: nn.Module) -> None:
+    followers = module.__dict__.pop(FOLLOWERS, None)
+    if followers is not None:
+        part_from(followers)

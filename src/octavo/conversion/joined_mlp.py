@@ -2,18 +2,20 @@
 
 A derived class calls `octavo.functional.mlp` with the parameters and FP8 states of the layers that it holds. Where
 these cannot run as one (FP8 is off, a layer was replaced, somebody listens to an inner module by a hook, dropout is on
-between them) the forward of the class before runs, which calls them one by one.
+between them, a class was patched) the forward of the class before runs, which calls them one by one.
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from octavo.conversion.converted import runs_plainly
 from octavo.conversion.known_parts import activation_name, is_replaced
-from octavo.conversion.structures import MLPS, MLPStructure, Path, part
+from octavo.conversion.structures import MLPS, MLPStructure, Path, is_unchanged, part
 from octavo.functional.mlp import MLP, Layer, mlp
 from octavo.modules import FP8LinearMixin
 from octavo.modules.layernorm_linear import fp8_dtype
@@ -26,19 +28,21 @@ class JoinedMLP(nn.Module):
     Attributes:
         structure, paths: where its parts are.
         fused_from: the class that it was.
+        one_by_one: it stays of this class, and its layers run one by one all the same.
     """
 
     structure: ClassVar[MLPStructure]
     paths: ClassVar[tuple[Path, ...]]
     fused_from: ClassVar[type[nn.Module]]
+    one_by_one: bool = False
 
     def joined(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """The output of the method that is computed as one; None if the layers have to run one by one."""
-        if len(args) != 1 or kwargs:
+        if len(args) != 1 or kwargs or self.one_by_one or _somebody_listens_to_all():
             return None
         x, structure = args[0], self.structure
         parts = [part(self, path) for path in self.paths]
-        if running_reason(structure, parts):
+        if running_reason(structure, parts) or not is_unchanged(structure, self, self.fused_from):
             return None
         count = len(structure.first) + 1
         layers: list[FP8LinearMixin] = parts[:count]
@@ -84,13 +88,15 @@ _CLASSES: dict[type[nn.Module], type[JoinedMLP]] = {}
 def joined_class(kind: type[nn.Module], structure: MLPStructure) -> type[JoinedMLP]:
     """The class that a module of class `kind`, recognised as `structure`, becomes."""
     if kind not in _CLASSES:
+        # Of the same name: blocks are also looked for by the names of their classes.
         namespace = {
             "__doc__": f"{kind.__name__} whose layers run as one in FP8.",
+            "__qualname__": kind.__qualname__,
             "fused_from": kind,
             "structure": structure,
             "paths": structure.parts,
         }
-        _CLASSES[kind] = type(f"FP8{kind.__name__}", (_BY_METHOD[structure.method], kind), namespace)
+        _CLASSES[kind] = type(kind.__name__, (_BY_METHOD[structure.method], kind), namespace)
     return _CLASSES[kind]
 
 
@@ -123,6 +129,11 @@ def is_listened_to(module: Any) -> bool:
         or module._backward_pre_hooks
         or is_replaced(module)
     )
+
+
+def _somebody_listens_to_all() -> bool:
+    """True if hooks are registered for whatever module is called. (Compiled code calls none.)"""
+    return not torch.compiler.is_compiling() and _has_any_global_hook()  # type: ignore[no-untyped-call]
 
 
 def _is_without_effect(module: Any) -> bool:

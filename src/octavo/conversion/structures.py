@@ -2,8 +2,8 @@
 
 A structure is found by the names of its parts and recognised by the class that holds them. What an MLP's forward does
 beyond them would be lost, so of its code the names it reads are compared, in their order, with those that are known: a
-library's other version, which reads others, is left alone. A normalisation keeps its own output, so that of the class
-around it the name is enough.
+library's other version, which reads others, is left alone, and so is a class that somebody patched. A normalisation
+keeps its own output, so that of the class around it the name is enough.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from octavo.conversion.known_parts import package_of
+from octavo.conversion.known_parts import is_as_written, package_of
 
 Path = tuple[str, ...]
 
@@ -182,7 +183,20 @@ def code_reason(structure: MLPStructure, module: nn.Module, kind: type[nn.Module
     """Why the code of a module, whose class is `kind`, is not the one that is known; empty if it is."""
     for (path, method), reads in structure.reads.items():
         owner = type(part(module, path)) if path else kind
-        names = inspect.unwrap(getattr(owner, method)).__code__.co_names
-        if names != reads:
-            return f"{owner.__name__}.{method} reads {', '.join(names)}, where {', '.join(reads)} is known"
+        code = getattr(inspect.unwrap(getattr(owner, method)), "__code__", None)
+        if code is not None and code.co_names != reads:
+            return f"{owner.__name__}.{method} reads {', '.join(code.co_names)}, where {', '.join(reads)} is known"
+        if not is_as_written(owner, method):
+            return f"{owner.__name__}.{method} was replaced on the class"
     return ""
+
+
+def is_unchanged(structure: MLPStructure, module: nn.Module, kind: type[nn.Module]) -> bool:
+    """True while the code of a module that was found to be the one that is known is it still; at every call."""
+    for (path, method), reads in structure.reads.items():
+        owner = type(part(module, path)) if path else kind
+        if not is_as_written(owner, method):
+            return False
+        if not torch.compiler.is_compiling() and getattr(owner, method).__code__.co_names != reads:
+            return False
+    return True

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ class _Cast(NamedTuple):
 
 
 class _Made:
-    __slots__ = ("captured", "cast", "group", "operand", "stream", "takers", "version", "x")
+    __slots__ = ("captured", "cast", "group", "on_taken", "operand", "stream", "takers", "version", "x")
 
     def __init__(self, x: Tensor, cast: _Cast, operand: Operand, group: OperandState | None, *takers: object) -> None:
         self.x = weakref.ref(x, _forget)
@@ -47,6 +48,7 @@ class _Made:
         self.operand = operand
         self.group = group
         self.takers = [*takers]
+        self.on_taken: Callable[[], None] | None = None
 
     def fits(self, x: Tensor, dtype: torch.dtype, origin: tuple[Any, ...], columnwise: bool, owner: object) -> bool:
         """True if these are the codes that `owner` would make of x, and it has not had them."""
@@ -94,6 +96,9 @@ def quantize_input(x: Tensor, plan: LinearPlan, dtype: torch.dtype, columnwise: 
     made = _LAST.made
     if made is not None and made.fits(x, dtype, where, columnwise, owner) and made.is_for(x, group):
         quantizer.note(made.operand)  # type: ignore[attr-defined]
+        if made.on_taken is not None:
+            made.on_taken()
+            made.on_taken = None
         made.takers.append(owner)
         return made.operand
     operand = quantizer(_as_matrix(x, dtype), True, columnwise)
@@ -101,7 +106,14 @@ def quantize_input(x: Tensor, plan: LinearPlan, dtype: torch.dtype, columnwise: 
     return operand
 
 
-def keep_for_followers(x: Tensor, operand: Operand, quantizer: Quantizer, dtype: torch.dtype, columnwise: bool) -> None:
+def keep_for_followers(
+    x: Tensor,
+    operand: Operand,
+    quantizer: Quantizer,
+    dtype: torch.dtype,
+    columnwise: bool,
+    on_taken: Callable[[], None] | None,
+) -> None:
     """Let the layers behind a normalisation find the codes of its output x [..., K].
 
     Args:
@@ -109,11 +121,13 @@ def keep_for_followers(x: Tensor, operand: Operand, quantizer: Quantizer, dtype:
         operand: what `quantizer` makes of it.
         quantizer: of the input of the first of them.
         dtype, columnwise: as of `quantize_input`.
+        on_taken: called when the first of them takes the codes.
     """
     origin = getattr(quantizer, "origin", None)
     where = None if origin is None or torch.compiler.is_compiling() or x.is_inference() else origin()
     if where is not None:
         _LAST.made = _Made(x, _Cast(dtype, where, columnwise), operand, _FOLLOWERS)
+        _LAST.made.on_taken = on_taken
 
 
 def _may_be_taken(x: Tensor, group: OperandState | None) -> bool:

@@ -133,7 +133,7 @@ def is_listened_to(module: Any) -> bool:
 
 def _somebody_listens_to_all() -> bool:
     """True if hooks are registered for whatever module is called. (Compiled code calls none.)"""
-    return not torch.compiler.is_compiling() and _has_any_global_hook()  # type: ignore[no-untyped-call]
+    return not torch.compiler.is_compiling() and _has_any_global_hook()
 
 
 def _is_without_effect(module: Any) -> bool:

@@ -169,6 +169,16 @@ def test_what_is_left_is_said_and_why() -> None:
     assert lines[-1] == "1 of 5 layers frozen."
 
 
+def test_a_head_that_computes_its_loss_stays_one() -> None:
+    model = nn.Sequential(octavo.Linear(16, 16), octavo.LMHead(16, 32))
+    report = freeze(model)
+    assert list(report) == ["0"]
+    assert [(left.name, left.kind) for left in report.left] == [("1", "LMHead")]
+    assert "computes the loss" in report.left[0].reason
+    hidden, targets = torch.randn(4, 16), torch.randint(32, (4,))
+    assert model[1](hidden, targets).shape == ()
+
+
 @pytest.mark.parametrize("scheme", ["row", "tensor_dynamic"])
 @pytest.mark.parametrize("strict", [True, False])
 def test_codes_are_not_loaded_as_the_weight_of_a_layer_that_trains(scheme: str, strict: bool) -> None:

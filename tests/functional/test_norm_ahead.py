@@ -102,13 +102,12 @@ def test_a_tensor_that_was_changed_or_copied_is_cast_anew(casts: list[Any]) -> N
             assert torch.equal(y, layer(n.clone()))
 
 
-def test_the_amax_is_gathered_once_and_by_the_norm() -> None:
+def test_the_amax_is_gathered_when_the_codes_are_taken() -> None:
     layer = linear(DelayedScaling(initialise_from_first_batch=False))
     n = ahead(layer, torch.randn(9, 48))
-    assert layer.delayed_state.input.gathered == n.abs().max()
-    layer.delayed_state.input.gathered.zero_()
+    assert layer.delayed_state.input.gathered == 0, "nobody has been given these codes yet"
     layer(n)
-    assert layer.delayed_state.input.gathered == 0
+    assert layer.delayed_state.input.gathered == n.abs().max()
 
 
 def test_a_second_derivative_is_refused() -> None:

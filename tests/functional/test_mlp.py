@@ -148,7 +148,8 @@ def test_gate_and_up_cast_their_input_once(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(quantizer, "cast_transpose", counting)
     for recipe in (CurrentScaling(), DelayedScaling(initialise_from_first_batch=True)):
         counted.clear()
-        Parts(recipe, True).as_one(torch.randn(9, 40))
+        # An activation, which layers of no group share.
+        Parts(recipe, True).as_one(torch.randn(9, 40, requires_grad=True) * 1)
         # And three weights; a is cast where it is made.
         assert sorted(counted) == sorted(
             [(9, 40), (56, 40), (56, 40), (24, 56)] + [(9, 56)] * (recipe.delayed is not None)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.functional.products import Gradient, Needs, all_fp8, quantized_gradient
+from octavo.functional.products import Gradient, Needs, all_fp8, fp8_layouts, quantized_gradient
 from octavo.kernels import cast_transpose
 from octavo.kernels.activation_backward_cast import activation_backward_cast, activation_backward_output
 from octavo.kernels.activation_cast import activation_cast, activation_output
@@ -69,10 +69,10 @@ def cast_normalised(
         columnwise: both layouts.
         return_rows: the result in high precision is wanted too.
     """
-    known = _known_scale(quantizer, x)
+    known = known_scale(quantizer, x)
     if known is None:
         output, amaxes, mean, rstd = norm_output(x, norm, weight, bias)
-        return Normalised(_quantized(output, amaxes, quantizer, True, columnwise), output, mean, rstd)
+        return Normalised(quantized(output, amaxes, quantizer, True, columnwise), output, mean, rstd)
     codes, scale, codes_t, rows, mean, rstd = norm_cast(
         x,
         norm,
@@ -85,7 +85,7 @@ def cast_normalised(
         return_output=return_rows,
     )
     operand = Operand(codes, scale, codes_t, scale if columnwise else None)
-    _note(quantizer, known, operand, x)
+    note_cast(quantizer, known, operand, x)
     return Normalised(operand, rows, mean, rstd)
 
 
@@ -112,13 +112,13 @@ def cast_activated(
             returned.
     """
     # There is no kernel for both.
-    known = None if return_rows else _known_scale(quantizer, z)
+    known = None if return_rows else known_scale(quantizer, z)
     if known is None and channels is not None and return_rows:
         output = activation_output(z, activation, dtype).output
         return Activated(quantizer((output.float() * channels).to(dtype), rowwise, columnwise), output)
     if known is None:
         output, amaxes = activation_output(z, activation, dtype, channels)
-        return Activated(_quantized(output, amaxes, quantizer, rowwise, columnwise), output)
+        return Activated(quantized(output, amaxes, quantizer, rowwise, columnwise), output)
     codes, scale, codes_t = activation_cast(
         z,
         activation,
@@ -131,7 +131,7 @@ def cast_activated(
         channels=channels,
     )
     operand = Operand(codes, scale if rowwise else None, codes_t, scale if columnwise else None)
-    _note(quantizer, known, operand, z)
+    note_cast(quantizer, known, operand, z)
     return Activated(operand, None)
 
 
@@ -148,7 +148,7 @@ def cast_activation_gradient(
         dtype: of the layer.
         needs: what that part's backward computes.
     """
-    known = _known_scale(plan.grad_output, z) if all_fp8(plan, needs) else None
+    known = known_scale(plan.grad_output, z) if all_fp8(plan, needs) else None
     if known is not None:
         out = activation_backward_cast(
             da,
@@ -162,13 +162,18 @@ def cast_activation_gradient(
             column_sum=needs.db,
         )
         operand = Operand(out.codes, out.scale, out.codes_t, out.scale, out.column_sum)
-        _note(plan.grad_output, known, operand, z)
+        note_cast(plan.grad_output, known, operand, z)
         return Gradient(None, operand)
     rows, amaxes = activation_backward_output(da, z, activation, dtype)
-    rowwise, columnwise = needs.dx and plan.dgrad_fp8, needs.dw and plan.wgrad_fp8
+    return measured_gradient(rows, amaxes, plan, needs)
+
+
+def measured_gradient(rows: Tensor, amaxes: Tensor, plan: LinearPlan, needs: Needs) -> Gradient:
+    """A gradient [M, F] in high precision, whose amaxes [P] in parts are known, with its codes."""
+    rowwise, columnwise = fp8_layouts(plan, needs)
     if not (rowwise or columnwise) or not _measures_one_scale(plan.grad_output):
         return quantized_gradient(rows, plan, needs)
-    return Gradient(rows, _quantized(rows, amaxes, plan.grad_output, rowwise, columnwise, needs.db))
+    return Gradient(rows, quantized(rows, amaxes, plan.grad_output, rowwise, columnwise, needs.db))
 
 
 def repeating(quantizer: Quantizer, scale: Tensor | None) -> Quantizer:
@@ -186,7 +191,7 @@ def repeated_scale(quantizer: Quantizer, operand: Operand) -> Tensor | None:
     return operand.scale if isinstance(quantizer, DelayedQuantizer) else None
 
 
-def _known_scale(quantizer: Quantizer, x: Tensor) -> _Known | None:
+def known_scale(quantizer: Quantizer, x: Tensor) -> _Known | None:
     """What a quantizer casts with, if it is known before the data is."""
     if isinstance(quantizer, StaticQuantizer):
         value = quantizer.spec.static_scale
@@ -206,7 +211,7 @@ def _known_scale(quantizer: Quantizer, x: Tensor) -> _Known | None:
     return _Known(quantizer.spec, scale, state.gathered if quantizer.gather else None)
 
 
-def _note(quantizer: Quantizer, known: _Known, operand: Operand, x: Tensor) -> None:
+def note_cast(quantizer: Quantizer, known: _Known, operand: Operand, x: Tensor) -> None:
     """What a delayed quantizer notes of a cast of its own."""
     if not isinstance(quantizer, DelayedQuantizer):
         return
@@ -220,7 +225,7 @@ def _measures_one_scale(quantizer: Quantizer) -> bool:
     return isinstance(quantizer, CurrentQuantizer) and quantizer.spec.granularity is TENSOR
 
 
-def _quantized(
+def quantized(
     x: Tensor, amaxes: Tensor, quantizer: Quantizer, rowwise: bool, columnwise: bool, column_sum: bool = False
 ) -> Operand:
     """Codes of x [M, K], whose amaxes [P] in parts are known already."""

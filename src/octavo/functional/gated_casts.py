@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.functional.fused_casts import Activated, _known_scale, _measures_one_scale, _note, _quantized
-from octavo.functional.products import Gradient, Needs, all_fp8, fp8_layouts, quantized_gradient
+from octavo.functional.fused_casts import Activated, known_scale, measured_gradient, note_cast, quantized
+from octavo.functional.products import Gradient, Needs, all_fp8
 from octavo.kernels.gated_backward_cast import gated_backward_cast, gated_backward_output
 from octavo.kernels.gated_cast import gated_cast, gated_output
 from octavo.runtime import LinearPlan
@@ -43,10 +43,10 @@ def cast_gated(
         return_rows: the result in high precision is wanted too.
     """
     # There is no kernel for both.
-    known = None if return_rows else _known_scale(quantizer, gate)
+    known = None if return_rows else known_scale(quantizer, gate)
     if known is None:
         output, amaxes = gated_output(gate, up, activation, dtype)
-        return Activated(_quantized(output, amaxes, quantizer, rowwise, columnwise), output)
+        return Activated(quantized(output, amaxes, quantizer, rowwise, columnwise), output)
     codes, scale, codes_t = gated_cast(
         gate,
         up,
@@ -59,7 +59,7 @@ def cast_gated(
         columnwise=columnwise,
     )
     operand = Operand(codes, scale if rowwise else None, codes_t, scale if columnwise else None)
-    _note(quantizer, known, operand, gate)
+    note_cast(quantizer, known, operand, gate)
     return Activated(operand, None)
 
 
@@ -83,7 +83,7 @@ def cast_gated_gradients(
         needs: what the backward of each computes.
     """
     first, second = (
-        _known_scale(plan.grad_output, gate) if all_fp8(plan, wanted) else None
+        known_scale(plan.grad_output, gate) if all_fp8(plan, wanted) else None
         for plan, wanted in zip(plans, needs, strict=True)
     )
     # One kernel casts both to one format.
@@ -102,18 +102,10 @@ def cast_gated_gradients(
         )
         operands = [Operand(out.codes, out.scale, out.codes_t, out.scale, out.column_sum) for out in pair]
         for plan, known, operand in zip(plans, (first, second), operands, strict=True):
-            _note(plan.grad_output, known, operand, gate)
+            note_cast(plan.grad_output, known, operand, gate)
         return Gradient(None, operands[0]), Gradient(None, operands[1])
     dgate, dup = gated_backward_output(da, gate, up, activation, dtype)
     return (
-        _cast(dgate.output, dgate.amaxes, plans[0], needs[0]),
-        _cast(dup.output, dup.amaxes, plans[1], needs[1]),
+        measured_gradient(dgate.output, dgate.amaxes, plans[0], needs[0]),
+        measured_gradient(dup.output, dup.amaxes, plans[1], needs[1]),
     )
-
-
-def _cast(rows: Tensor, amaxes: Tensor, plan: LinearPlan, needs: Needs) -> Gradient:
-    """A gradient [M, F] in high precision, whose amaxes are known, with its codes."""
-    rowwise, columnwise = fp8_layouts(plan, needs)
-    if not (rowwise or columnwise) or not _measures_one_scale(plan.grad_output):
-        return quantized_gradient(rows, plan, needs)
-    return Gradient(rows, _quantized(rows, amaxes, plan.grad_output, rowwise, columnwise, needs.db))

@@ -42,8 +42,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: Norm) -> Tensor:
         output, _, mean, rstd = norm_output(dense_rows(x), norm, weight, bias)
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.norm, ctx.bias_dtype = norm, None if bias is None else bias.dtype
+        keep_for_norm_gradients(ctx, x, norm, weight, bias, mean, rstd)
         return shaped(output, x.shape[:-1])
 
     @staticmethod
@@ -53,15 +52,27 @@ class _Norm(torch.autograd.Function):
                 "create_graph=True asks for the gradient of a gradient, which octavo.LayerNorm and octavo.RMSNorm have"
                 " for float64 alone: use torch.nn.LayerNorm or torch.nn.RMSNorm here"
             )
-        x, weight, mean, rstd = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
-        dx, dweight, dbias = norm_backward(as_rows(dy), dense_rows(x), ctx.norm, weight, mean, rstd, needs)
-        return (
-            None if dx is None else dx.reshape(x.shape),
-            None if dweight is None else dweight.to(weight.dtype),
-            None if dbias is None else dbias.to(ctx.bias_dtype),
-            None,
-        )
+        return *norm_gradients(ctx, dy), None
+
+
+def keep_for_norm_gradients(
+    ctx: Any, x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, rstd: Tensor
+) -> None:
+    """Keep what `norm_gradients` takes."""
+    ctx.save_for_backward(x, weight, mean, rstd)
+    ctx.norm, ctx.bias_dtype = norm, None if bias is None else bias.dtype
+
+
+def norm_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of x, weight and bias, the first three inputs of the function whose ctx it is; each in its own dtype."""
+    x, weight, mean, rstd = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:3]
+    dx, dweight, dbias = norm_backward(as_rows(dy), dense_rows(x), ctx.norm, weight, mean, rstd, needs)
+    return (
+        None if dx is None else dx.reshape(x.shape),
+        None if dweight is None else dweight.to(weight.dtype),
+        None if dbias is None else dbias.to(ctx.bias_dtype),
+    )
 
 
 def dense_rows(x: Tensor) -> Tensor:

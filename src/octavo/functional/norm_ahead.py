@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from octavo.functional.fused_casts import cast_normalised
-from octavo.functional.norm import dense_rows
+from octavo.functional.norm import dense_rows, keep_for_norm_gradients, norm_gradients
 from octavo.functional.products import shaped
-from octavo.functional.shared_input import as_rows, keep_for_followers
-from octavo.kernels.norm_backward import norm_backward
+from octavo.functional.shared_input import keep_for_followers
 from octavo.kernels.norm_cast import Norm
 from octavo.tensor import DelayedQuantizer, Operand, OperandState, Quantizer
 
@@ -94,8 +93,7 @@ class _NormAhead(torch.autograd.Function):
         cast = cast_normalised(dense_rows(x), norm, weight, bias, quantizer, columnwise, True)
         assert cast.rows is not None, "they were asked for"
         made.append(cast.operand)
-        ctx.save_for_backward(x, weight, cast.mean, cast.rstd)
-        ctx.norm, ctx.bias_dtype = norm, None if bias is None else bias.dtype
+        keep_for_norm_gradients(ctx, x, norm, weight, bias, cast.mean, cast.rstd)
         return shaped(cast.rows, x.shape[:-1])
 
     @staticmethod
@@ -105,12 +103,4 @@ class _NormAhead(torch.autograd.Function):
                 "create_graph=True asks for the gradient of a gradient, which a normalisation fused with the FP8 layers"
                 " behind it does not have: convert with fuse=False, and run the layers in high precision"
             )
-        x, weight, mean, rstd = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
-        dx, dweight, dbias = norm_backward(as_rows(dn), dense_rows(x), ctx.norm, weight, mean, rstd, needs)
-        return (
-            None if dx is None else dx.reshape(x.shape),
-            None if dweight is None else dweight.to(weight.dtype),
-            None if dbias is None else dbias.to(ctx.bias_dtype),
-            *(None,) * 4,
-        )
+        return *norm_gradients(ctx, dn), *(None,) * 4

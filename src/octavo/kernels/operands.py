@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from octavo.formats import format_named
+from octavo.kernels.layout import padded
 
 # What a value may be rounded to before it is cast.
 THROUGH = (None, torch.bfloat16, torch.float16, torch.float32)
@@ -47,3 +52,20 @@ def merge(gathered: Tensor | None, largest: Tensor) -> None:
 def present(*outputs: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
     """Outputs as an operator returns them: an empty tensor for what is not there."""
     return tuple(like.new_empty(0) if output is None else output for output in outputs)
+
+
+def fake_codes(
+    like: Tensor, shape: Sequence[int], format: str, rowwise: bool = True, columnwise: bool = True
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """(codes, scale, codes_t) of a matrix of this shape with one scale, for an operator's fake."""
+    dtype, (tall, wide) = format_named(format).dtype, map(padded, shape)
+    return (
+        like.new_empty((tall, wide), dtype=dtype) if rowwise else None,
+        like.new_empty((), dtype=torch.float32),
+        like.new_empty((wide, tall), dtype=dtype) if columnwise else None,
+    )
+
+
+def one_part(amaxes: Tensor) -> Tensor:
+    """[1], for an operator: how many parts there are depends on the number of rows, which must not make a graph."""
+    return amaxes.amax().reshape(1)

@@ -8,7 +8,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from octavo.formats import E4M3, E5M2
+from octavo.formats import E4M3, E5M2, Format
 
 
 @functools.cache
@@ -51,6 +51,12 @@ def runs_compiled(index: int | None, format_name: str = E4M3.name) -> bool:
 runs_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def runs_inductor(x: Tensor, columns: int, format_name: str = E4M3.name) -> bool:
+    """True if Inductor is to see and launch a cast to [rows of x, columns] itself: traced, on a GPU that runs it."""
+    # Inductor makes a constant of a 1, also of the number of rows: see `one_column_reasons`.
+    return x.is_cuda and x.shape[0] != 1 and columns != 1 and runs_compiled(x.device.index, format_name)
+
+
 def one_column_reasons(x: Tensor) -> list[str]:
     """Why casts of a matrix of one column are left to the reference.
 
@@ -59,6 +65,13 @@ def one_column_reasons(x: Tensor) -> list[str]:
     codes, though the PTX is right (seen on an H200: check_kernels.py, shapes [257, 1] and [1, 1]).
     """
     return ["a matrix of one column: ptxas 12.8 miscompiles the conversion"] if x.shape[1] == 1 else []
+
+
+def format_reasons(format: Format) -> list[str]:
+    """Why the Triton twins do not write codes of a format; empty if they do."""
+    if format in (E4M3, E5M2):
+        return []
+    return [f"format {format.name}: NVIDIA's conversion instructions write E4M3 and E5M2"]
 
 
 def uses_triton(x: Tensor) -> bool:

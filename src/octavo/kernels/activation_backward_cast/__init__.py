@@ -21,17 +21,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.formats import E4M3, E5M2, Format, format_named
+from octavo.formats import Format, format_named
 from octavo.kernels.activation_backward_cast.reference import (
     activation_backward_cast_reference,
     activation_backward_output_reference,
 )
-from octavo.kernels.activation_cast import runs_inductor
 from octavo.kernels.activations import GATED, check_activation
-from octavo.kernels.layout import padded
 from octavo.kernels.library import register
-from octavo.kernels.operands import check_matrix, check_scale, check_through, merge, present
-from octavo.kernels.triton_support import device_reasons, one_column_reasons, runs_on, uses_triton
+from octavo.kernels.operands import check_matrix, check_scale, check_through, fake_codes, merge, one_part, present
+from octavo.kernels.triton_support import (
+    device_reasons,
+    format_reasons,
+    one_column_reasons,
+    runs_inductor,
+    runs_on,
+    uses_triton,
+)
 
 
 class ActivationBackwardCastOutput(NamedTuple):
@@ -85,7 +90,7 @@ def activation_backward_cast(
         return ActivationBackwardCastOutput(
             *_launch(grad, x, activation, format, scale, through, gathered, inf_to_nan, column_sum)
         )
-    if runs_inductor(x, activation, format):
+    if runs_inductor(x, _width(x, activation), format.name):
         codes, used, codes_t, sums = _inductor().activation_backward_cast_inductor(
             grad, x, activation, format.name, scale, through, gathered, inf_to_nan, column_sum
         )
@@ -106,7 +111,7 @@ def activation_backward_output(
     """
     _check("activation_backward_output", grad, x, activation, dtype)
     if torch.compiler.is_compiling():
-        if runs_inductor(x, activation, E4M3):
+        if runs_inductor(x, _width(x, activation)):
             return ActivationBackwardOutput(
                 *_inductor().activation_backward_output_inductor(grad, x, activation, dtype)
             )
@@ -116,10 +121,7 @@ def activation_backward_output(
 
 def unsupported_reasons(x: Tensor, format: Format, activation: str = "relu") -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does. Halves count of a gated one."""
-    reasons = device_reasons(x.device) + one_column_reasons(x[:, : _width(x, activation)])
-    if format not in (E4M3, E5M2):
-        reasons.append(f"format {format.name}: NVIDIA's conversion instructions write E4M3 and E5M2")
-    return reasons
+    return device_reasons(x.device) + one_column_reasons(x[:, : _width(x, activation)]) + format_reasons(format)
 
 
 def _inductor() -> Any:
@@ -206,11 +208,8 @@ def _fake(
     inf_to_nan: bool,
     column_sum: bool,
 ) -> tuple[Tensor, ...]:
-    rows, columns, dtype = padded(x.shape[0]), padded(x.shape[1]), format_named(format).dtype
     return present(
-        x.new_empty((rows, columns), dtype=dtype),
-        x.new_empty((), dtype=torch.float32),
-        x.new_empty((columns, rows), dtype=dtype),
+        *fake_codes(x, x.shape, format),
         x.new_empty((x.shape[1],), dtype=torch.float32) if column_sum else None,
         x.new_empty((), dtype=torch.float32) if gather else None,
         like=x,
@@ -219,8 +218,7 @@ def _fake(
 
 def _output_implementation(grad: Tensor, x: Tensor, activation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     output, amaxes = _launch_output(grad, x, activation, dtype)
-    # How many parts there are depends on the number of rows, which must not make a graph of its own.
-    return output, amaxes.amax().reshape(1)
+    return output, one_part(amaxes)
 
 
 _operator = register(

@@ -24,13 +24,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.formats import E4M3, E5M2, Format, format_named
+from octavo.formats import Format, format_named
 from octavo.kernels.activation_cast.reference import activation_cast_reference, activation_output_reference
 from octavo.kernels.activations import GATED, check_activation
-from octavo.kernels.layout import padded
 from octavo.kernels.library import register
-from octavo.kernels.operands import check_matrix, check_scale, check_through, merge, present
-from octavo.kernels.triton_support import device_reasons, one_column_reasons, runs_compiled, runs_on, uses_triton
+from octavo.kernels.operands import check_matrix, check_scale, check_through, fake_codes, merge, one_part, present
+from octavo.kernels.triton_support import (
+    device_reasons,
+    format_reasons,
+    one_column_reasons,
+    runs_inductor,
+    runs_on,
+    uses_triton,
+)
 
 
 class ActivationCastOutput(NamedTuple):
@@ -82,7 +88,7 @@ def activation_cast(
         return ActivationCastOutput(
             *_launch(x, activation, format, scale, through, gathered, rowwise, columnwise, channels)
         )
-    if runs_inductor(x, activation, format):
+    if runs_inductor(x, _width(x, activation), format.name):
         codes, used, codes_t = _inductor().activation_cast_inductor(
             x, activation, format.name, scale, through, gathered, rowwise, columnwise, channels
         )
@@ -103,7 +109,7 @@ def activation_output(
     """
     _check("activation_output", x, activation, dtype, channels)
     if torch.compiler.is_compiling():
-        if runs_inductor(x, activation, E4M3):
+        if runs_inductor(x, _width(x, activation)):
             return ActivationOutput(*_inductor().activation_output_inductor(x, activation, dtype, channels))
         return ActivationOutput(*_output_operator(x, activation, dtype, channels))
     return ActivationOutput(*_launch_output(x, activation, dtype, channels))
@@ -111,17 +117,7 @@ def activation_output(
 
 def unsupported_reasons(x: Tensor, format: Format, activation: str = "relu") -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does. Halves count of a gated one."""
-    reasons = device_reasons(x.device) + one_column_reasons(x[:, : _width(x, activation)])
-    if format not in (E4M3, E5M2):
-        reasons.append(f"format {format.name}: NVIDIA's conversion instructions write E4M3 and E5M2")
-    return reasons
-
-
-def runs_inductor(x: Tensor, activation: str, format: Format) -> bool:
-    """True if Inductor is to see and launch the Triton kernel itself: traced code on a GPU that runs it."""
-    # Inductor makes a constant of a 1, also of the number of rows: see `one_column_reasons`.
-    narrow = x.shape[0] == 1 or _width(x, activation) == 1
-    return x.is_cuda and not narrow and runs_compiled(x.device.index, format.name)
+    return device_reasons(x.device) + one_column_reasons(x[:, : _width(x, activation)]) + format_reasons(format)
 
 
 def _inductor() -> Any:
@@ -206,11 +202,8 @@ def _fake(
     columnwise: bool,
     channels: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    rows, columns, dtype = padded(x.shape[0]), padded(_width(x, activation)), format_named(format).dtype
     return present(
-        x.new_empty((rows, columns), dtype=dtype) if rowwise else None,
-        x.new_empty((), dtype=torch.float32),
-        x.new_empty((columns, rows), dtype=dtype) if columnwise else None,
+        *fake_codes(x, (x.shape[0], _width(x, activation)), format, rowwise, columnwise),
         x.new_empty((), dtype=torch.float32) if gather else None,
         like=x,
     )
@@ -220,8 +213,7 @@ def _output_implementation(
     x: Tensor, activation: str, dtype: torch.dtype, channels: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     output, amaxes = _launch_output(x, activation, dtype, channels)
-    # How many parts there are depends on the number of rows, which must not make a graph of its own.
-    return output, amaxes.amax().reshape(1)
+    return output, one_part(amaxes)
 
 
 _operator = register(
@@ -246,6 +238,5 @@ __all__ = [
     "activation_cast_reference",
     "activation_output",
     "activation_output_reference",
-    "runs_inductor",
     "unsupported_reasons",
 ]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.formats import E4M3, E5M2, Format, format_named
+from octavo.formats import Format, format_named
 from octavo.kernels.block_cast.layout import (
     BLOCK,
     check_granularity,
@@ -35,7 +35,7 @@ from octavo.kernels.block_cast.reference import block_cast_reference
 from octavo.kernels.cast_transpose import CastOutput, ScaleRule
 from octavo.kernels.layout import padded
 from octavo.kernels.library import register
-from octavo.kernels.triton_support import device_reasons, one_column_reasons, runs_compiled, runs_on
+from octavo.kernels.triton_support import device_reasons, format_reasons, one_column_reasons, runs_compiled, runs_on
 from octavo.scaling import Granularity, granularity_named
 
 
@@ -71,10 +71,7 @@ def block_cast(
 
 def unsupported_reasons(x: Tensor, format: Format) -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does."""
-    reasons = device_reasons(x.device) + one_column_reasons(x)
-    if format not in (E4M3, E5M2):
-        reasons.append(f"format {format.name}: NVIDIA's conversion instructions write E4M3 and E5M2")
-    return reasons
+    return device_reasons(x.device) + one_column_reasons(x) + format_reasons(format)
 
 
 def _launch(

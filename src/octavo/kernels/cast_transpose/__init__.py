@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.formats import E4M3, E5M2, Format, format_named
+from octavo.formats import Format, format_named
 from octavo.kernels.cast_transpose.reference import cast_transpose_reference
 from octavo.kernels.cast_transpose.rule import ScaleRule
 from octavo.kernels.launcher import Prepared
 from octavo.kernels.layout import padded
 from octavo.kernels.library import register
-from octavo.kernels.triton_support import device_reasons, one_column_reasons, runs_compiled, runs_on
+from octavo.kernels.triton_support import device_reasons, format_reasons, one_column_reasons, runs_compiled, runs_on
 
 _Outputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 _PREPARED = Prepared()
@@ -102,10 +102,7 @@ def cast_transpose(
 
 def unsupported_reasons(x: Tensor, format: Format) -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does."""
-    reasons = device_reasons(x.device) + one_column_reasons(x)
-    if format not in (E4M3, E5M2):
-        reasons.append(f"format {format.name}: NVIDIA's conversion instructions write E4M3 and E5M2")
-    return reasons
+    return device_reasons(x.device) + one_column_reasons(x) + format_reasons(format)
 
 
 def _check(x: Tensor, rowwise: Tensor | None, columnwise: Tensor | None) -> None:

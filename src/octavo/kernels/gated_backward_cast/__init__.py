@@ -21,18 +21,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.formats import E4M3, E5M2, Format, format_named
+from octavo.formats import Format, format_named
 from octavo.kernels.gated_backward_cast.reference import (
     Codes,
     Pair,
     gated_backward_cast_reference,
     gated_backward_output_reference,
 )
-from octavo.kernels.gated_cast import check_gated, runs_inductor
-from octavo.kernels.layout import padded
+from octavo.kernels.gated_cast import check_gated
 from octavo.kernels.library import register
-from octavo.kernels.operands import check_matrix, check_scale, merge, present
-from octavo.kernels.triton_support import device_reasons, one_column_reasons, runs_on, uses_triton
+from octavo.kernels.operands import check_matrix, check_scale, fake_codes, merge, one_part, present
+from octavo.kernels.triton_support import (
+    device_reasons,
+    format_reasons,
+    one_column_reasons,
+    runs_inductor,
+    runs_on,
+    uses_triton,
+)
 
 
 class GradientCodes(NamedTuple):
@@ -87,7 +93,7 @@ def gated_backward_cast(
     if not torch.compiler.is_compiling():
         pair = _launch(grad, gate, up, activation, format, scales, through, gathered, inf_to_nan, column_sums)
         return GradientCodes(*pair[0]), GradientCodes(*pair[1])
-    if runs_inductor(gate, format):
+    if runs_inductor(gate, gate.shape[1], format.name):
         from octavo.kernels.compiled_gated import gated_backward_cast_inductor
 
         of_gate, of_up = gathered
@@ -118,7 +124,7 @@ def gated_backward_output(
     _check("gated_backward_output", grad, gate, up, activation, dtype)
     if torch.compiler.is_compiling():
         operator = _output_operator
-        if runs_inductor(gate, E4M3):
+        if runs_inductor(gate, gate.shape[1]):
             from octavo.kernels.compiled_gated import gated_backward_output_inductor as operator
         dgate, dup, amaxes, amaxes_2 = operator(grad, gate, up, activation, dtype)
         return GradientOutput(dgate, amaxes), GradientOutput(dup, amaxes_2)
@@ -128,10 +134,7 @@ def gated_backward_output(
 
 def unsupported_reasons(gate: Tensor, format: Format) -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does."""
-    reasons = device_reasons(gate.device) + one_column_reasons(gate)
-    if format not in (E4M3, E5M2):
-        reasons.append(f"format {format.name}: NVIDIA's conversion instructions write E4M3 and E5M2")
-    return reasons
+    return device_reasons(gate.device) + one_column_reasons(gate) + format_reasons(format)
 
 
 def _check(
@@ -215,15 +218,9 @@ def _fake(
     sum_gate: bool,
     sum_up: bool,
 ) -> tuple[Tensor, ...]:
-    (rows, columns), dtype = gate.shape, format_named(format).dtype
-
     def one(sums: bool) -> tuple[Tensor | None, ...]:
-        return (
-            gate.new_empty((padded(rows), padded(columns)), dtype=dtype),
-            gate.new_empty((), dtype=torch.float32),
-            gate.new_empty((padded(columns), padded(rows)), dtype=dtype),
-            gate.new_empty((columns,), dtype=torch.float32) if sums else None,
-        )
+        column_sum = gate.new_empty((gate.shape[1],), dtype=torch.float32) if sums else None
+        return *fake_codes(gate, gate.shape, format), column_sum
 
     gathered = [gate.new_empty((), dtype=torch.float32) if gather else None for gather in (gather_gate, gather_up)]
     return present(*one(sum_gate), *one(sum_up), *gathered, like=gate)
@@ -233,8 +230,7 @@ def _output_implementation(
     grad: Tensor, gate: Tensor, up: Tensor, activation: str, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
     pair = _launch_output(grad, gate, up, activation, dtype)
-    # How many parts there are depends on the number of rows, which must not make a graph of its own.
-    return *(output for output, _ in pair), *(amaxes.amax().reshape(1) for _, amaxes in pair)
+    return *(output for output, _ in pair), *(one_part(amaxes) for _, amaxes in pair)
 
 
 def _output_fake(grad: Tensor, gate: Tensor, up: Tensor, activation: str, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -20,13 +20,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.formats import E4M3, E5M2, Format, format_named
+from octavo.formats import Format, format_named
 from octavo.kernels.activations import PLAIN
 from octavo.kernels.gated_cast.reference import gated_cast_reference, gated_output_reference
-from octavo.kernels.layout import padded
 from octavo.kernels.library import register
-from octavo.kernels.operands import check_matrix, check_scale, check_through, merge, present
-from octavo.kernels.triton_support import device_reasons, one_column_reasons, runs_compiled, runs_on, uses_triton
+from octavo.kernels.operands import check_matrix, check_scale, check_through, fake_codes, merge, one_part, present
+from octavo.kernels.triton_support import (
+    device_reasons,
+    format_reasons,
+    one_column_reasons,
+    runs_inductor,
+    runs_on,
+    uses_triton,
+)
 
 
 class GatedCastOutput(NamedTuple):
@@ -76,7 +82,7 @@ def gated_cast(
     arguments = (gate, up, activation)
     if not torch.compiler.is_compiling():
         return GatedCastOutput(*_launch(*arguments, format, scale, through, gathered, rowwise, columnwise))
-    if runs_inductor(gate, format):
+    if runs_inductor(gate, gate.shape[1], format.name):
         codes, used, codes_t = _inductor().gated_cast_inductor(
             *arguments, format.name, scale, through, gathered, rowwise, columnwise
         )
@@ -95,7 +101,7 @@ def gated_output(gate: Tensor, up: Tensor, activation: str, dtype: torch.dtype) 
     """
     check_gated("gated_output", gate, up, activation, dtype)
     if torch.compiler.is_compiling():
-        if runs_inductor(gate, E4M3):
+        if runs_inductor(gate, gate.shape[1]):
             return GatedOutput(*_inductor().gated_output_inductor(gate, up, activation, dtype))
         return GatedOutput(*_output_operator(gate, up, activation, dtype))
     return GatedOutput(*_launch_output(gate, up, activation, dtype))
@@ -103,10 +109,7 @@ def gated_output(gate: Tensor, up: Tensor, activation: str, dtype: torch.dtype) 
 
 def unsupported_reasons(gate: Tensor, format: Format) -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does."""
-    reasons = device_reasons(gate.device) + one_column_reasons(gate)
-    if format not in (E4M3, E5M2):
-        reasons.append(f"format {format.name}: NVIDIA's conversion instructions write E4M3 and E5M2")
-    return reasons
+    return device_reasons(gate.device) + one_column_reasons(gate) + format_reasons(format)
 
 
 def check_gated(operation: str, gate: Tensor, up: Tensor, activation: str, through: torch.dtype | None) -> None:
@@ -118,12 +121,6 @@ def check_gated(operation: str, gate: Tensor, up: Tensor, activation: str, throu
     if activation not in PLAIN:
         raise ValueError(f"unknown activation {activation!r} of a gate: expected one of {', '.join(PLAIN)}")
     check_through(operation, through)
-
-
-def runs_inductor(gate: Tensor, format: Format) -> bool:
-    """True if Inductor is to see and launch the Triton kernel itself: traced code on a GPU that runs it."""
-    # Inductor makes a constant of a 1, also of the number of rows: see `one_column_reasons`.
-    return gate.is_cuda and 1 not in gate.shape and runs_compiled(gate.device.index, format.name)
 
 
 def _inductor() -> Any:
@@ -189,11 +186,8 @@ def _fake(
     rowwise: bool,
     columnwise: bool,
 ) -> tuple[Tensor, ...]:
-    rows, columns, dtype = padded(gate.shape[0]), padded(gate.shape[1]), format_named(format).dtype
     return present(
-        gate.new_empty((rows, columns), dtype=dtype) if rowwise else None,
-        gate.new_empty((), dtype=torch.float32),
-        gate.new_empty((columns, rows), dtype=dtype) if columnwise else None,
+        *fake_codes(gate, gate.shape, format, rowwise, columnwise),
         gate.new_empty((), dtype=torch.float32) if gather else None,
         like=gate,
     )
@@ -201,8 +195,7 @@ def _fake(
 
 def _output_implementation(gate: Tensor, up: Tensor, activation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     output, amaxes = _launch_output(gate, up, activation, dtype)
-    # How many parts there are depends on the number of rows, which must not make a graph of its own.
-    return output, amaxes.amax().reshape(1)
+    return output, one_part(amaxes)
 
 
 _operator = register(
@@ -228,6 +221,5 @@ __all__ = [
     "gated_cast_reference",
     "gated_output",
     "gated_output_reference",
-    "runs_inductor",
     "unsupported_reasons",
 ]

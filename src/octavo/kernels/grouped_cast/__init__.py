@@ -13,13 +13,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.formats import E4M3, E5M2, Format, format_named
+from octavo.formats import Format, format_named
 from octavo.kernels.cast_transpose.rule import ScaleRule
 from octavo.kernels.grouped_cast.layout import Groups, capacity, groups_of
 from octavo.kernels.grouped_cast.reference import column_amax_reference, grouped_cast_reference
 from octavo.kernels.layout import padded
 from octavo.kernels.library import register
-from octavo.kernels.triton_support import device_reasons, one_column_reasons, runs_on
+from octavo.kernels.triton_support import device_reasons, format_reasons, one_column_reasons, runs_on
 from octavo.scaling import multiplier_from_amax, scale_from_multiplier
 
 
@@ -82,10 +82,7 @@ def multipliers(given: Tensor, format: Format, rule: ScaleRule | None) -> tuple[
 
 def unsupported_reasons(x: Tensor, format: Format) -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does."""
-    reasons = device_reasons(x.device) + one_column_reasons(x)
-    if format not in (E4M3, E5M2):
-        reasons.append(f"format {format.name}: NVIDIA's conversion instructions write E4M3 and E5M2")
-    return reasons
+    return device_reasons(x.device) + one_column_reasons(x) + format_reasons(format)
 
 
 def _launch_cast(

@@ -20,8 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.formats import E4M3, E5M2, Format, format_named
-from octavo.kernels.layout import padded
+from octavo.formats import Format, format_named
 from octavo.kernels.library import register
 from octavo.kernels.norm_cast.norm import Norm
 from octavo.kernels.norm_cast.reference import (
@@ -30,8 +29,8 @@ from octavo.kernels.norm_cast.reference import (
     norm_output_reference,
     output_dtype,
 )
-from octavo.kernels.operands import check_matrix, check_scale, check_through, merge, present
-from octavo.kernels.triton_support import device_reasons, one_column_reasons, runs_on, uses_triton
+from octavo.kernels.operands import check_matrix, check_scale, check_through, fake_codes, merge, one_part, present
+from octavo.kernels.triton_support import device_reasons, format_reasons, one_column_reasons, runs_on, uses_triton
 
 
 class NormCastOutput(NamedTuple):
@@ -116,10 +115,7 @@ def norm_output(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | Non
 
 def unsupported_reasons(x: Tensor, format: Format) -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does."""
-    reasons = device_reasons(x.device) + one_column_reasons(x)
-    if format not in (E4M3, E5M2):
-        reasons.append(f"format {format.name}: NVIDIA's conversion instructions write E4M3 and E5M2")
-    return reasons
+    return device_reasons(x.device) + one_column_reasons(x) + format_reasons(format)
 
 
 def _check(operation: str, x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> None:
@@ -200,12 +196,9 @@ def _fake(
     columnwise: bool,
     return_output: bool,
 ) -> tuple[Tensor, ...]:
-    rows, columns, dtype = padded(x.shape[0]), padded(x.shape[1]), format_named(format).dtype
     norm = Norm(kind, epsilon, zero_centered, through)
     return present(
-        x.new_empty((rows, columns), dtype=dtype),
-        x.new_empty((), dtype=torch.float32),
-        x.new_empty((columns, rows), dtype=dtype) if columnwise else None,
+        *fake_codes(x, x.shape, format, columnwise=columnwise),
         x.new_empty(x.shape, dtype=output_dtype(x, norm)) if return_output else None,
         x.new_empty((x.shape[0],), dtype=torch.float32) if kind == "layer" else None,
         x.new_empty((x.shape[0],), dtype=torch.float32),
@@ -224,8 +217,7 @@ def _output_implementation(
     through: torch.dtype | None,
 ) -> tuple[Tensor, ...]:
     output, amaxes, mean, rstd = _launch_output(x, Norm(kind, epsilon, zero_centered, through), weight, bias)
-    # How many parts there are depends on the number of rows, which must not make a graph of its own.
-    return present(output, amaxes.amax().reshape(1), mean, rstd, like=x)
+    return present(output, one_part(amaxes), mean, rstd, like=x)
 
 
 def _output_fake(

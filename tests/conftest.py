@@ -44,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+    if item.get_closest_marker("interpreted") and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("run by a test of this file, with TRITON_INTERPRET=1")
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from octavo.formats import E4M3, E5M2, cast_float32
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by the first test, with TRITON_INTERPRET=1")
+interpreted = pytest.mark.interpreted
 compiled_only = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process")
 # The interpreter computes in numpy, which warns of what a GPU does in silence.
 silent = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
@@ -28,7 +28,7 @@ silent = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
 def run_interpreted(file: str) -> None:
     """The tests of `file` that are marked `interpreted`, in a process where Triton interprets."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "--show-capture=no", file]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "interpreted", "--show-capture=no", file]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "src")}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -12,44 +12,31 @@ of them starts.
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from tests.formats.edge_values import edge_matrix, every_value, special_float32
+from tests.kernels.interpreting import compiled_only, exact_conversions, interpreted, run_interpreted, silent
 from tests.kernels.matrices import SHAPES, memory_orders, with_specials
 from tests.kernels.sources import KINDS, RULES, Pair, given, rule_of
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from octavo.formats import E4M3, E5M2, Format, cast_float32
+from octavo.formats import E4M3, E5M2, Format
 from octavo.kernels import ScaleRule
 from octavo.kernels.amax import amax_by_row_and_column_reference, amax_reference
 from octavo.kernels.cast_transpose import cast_transpose_reference
 from octavo.scaling import TENSOR
 
-ROOT = Path(__file__).resolve().parents[2]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# The interpreter computes in numpy, which warns of what a GPU does in silence.
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by the first test, with TRITON_INTERPRET=1")
-silent = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 # No point in interpreting what the launchers leave to the reference.
 FULL_SHAPES = [shape for shape in SHAPES if shape[0] and shape[1]]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the other process")
+@compiled_only
 def test_the_rest_of_this_file_passes_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "src")}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert " passed" in result.stdout
+    run_interpreted(__file__)
 
 
 def matrix(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -72,30 +59,10 @@ def assert_same(found: tuple[Tensor | None, ...], expected: tuple[Tensor | None,
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The modules of the kernels, under an interpreter whose conversion to eight bits is right."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
     from octavo.kernels.amax import triton_kernel as amax_kernels
     from octavo.kernels.cast_transpose import launch as cast_kernels
 
-    formats, convert = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}, interpreter.InterpreterBuilder.create_fp_to_fp
-
-    def create_fp_to_fp(self: Any, source: Any, target: Any, rounding: Any) -> Any:
-        format = formats.get(target.scalar)
-        if format is None or source.dtype.scalar != tl.float32:
-            return convert(self, source, target, rounding)
-        codes = cast_float32(torch.from_numpy(source.data.copy()), format).view(torch.uint8).numpy()
-        return interpreter.TensorHandle(codes, target.scalar)
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_with_index(tensor: Any, scope: Any) -> None:
-        # Triton 3.6 makes a number of an array of one element by `int`, which numpy 2.4 refuses.
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fp_to_fp", create_fp_to_fp)
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_with_index)
+    exact_conversions(monkeypatch)
     return SimpleNamespace(amax=amax_kernels, cast=cast_kernels)
 
 

@@ -7,9 +7,9 @@ Prints OK at the end; exit status 1 if a kernel was not launched, 2 without a CU
 asked by `check_kernels.py`. torch's caching of memory is off: inside of one large block an access beyond a tensor's end
 would be no error.
 
-Most of the time goes into compiling, 0.4 s a variant: 22 of casts, 12 of blocks, 20 of norms, 22 of activations, 16 of
-grouped, 19 of losses, and those of four recipes' layers. `--only casts` and so on, each in a process of its own, share
-it.
+Most of the time goes into compiling, 0.4 s a variant: 22 of casts, 12 of blocks, 20 of norms, 22 of activations and
+as many of gates, 16 of grouped, 19 of losses, 9 of attention, and those of four recipes' layers. `--only casts` and so
+on, each in a process of its own, share it.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ from octavo.kernels.amax import amax_by_row_and_column, partial_amax
 from octavo.kernels.block_cast import block_cast
 from octavo.kernels.cast_transpose import cast_transpose
 from octavo.kernels.cross_entropy import LossRule, cross_entropy, cross_entropy_gradient, cross_entropy_with_gradient
+from octavo.kernels.fp8_attention import fp8_attention, fp8_attention_gradient
+from octavo.kernels.gated_backward_cast import gated_backward_cast, gated_backward_output
+from octavo.kernels.gated_cast import gated_cast, gated_output
 from octavo.kernels.grouped_cast import column_amax, grouped_cast, groups_of
 from octavo.kernels.grouped_mm.triton_kernel import grouped_mm_over_rows_triton, grouped_mm_triton
 from octavo.kernels.launcher import Launcher
@@ -125,6 +128,29 @@ def activations(x: Tensor, every: bool) -> None:
             activation_cast(source, name, E4M3, scale, columnwise=False)
 
 
+def gated(x: Tensor, every: bool) -> None:
+    """Activations of a gate and its factor in two matrices, forward and backward; x is the gradient of a result."""
+    scale, gathered = torch.full((), 0.01, device=x.device), torch.zeros((), device=x.device)
+    gate, up = x, x.contiguous()
+    for name in ("silu", "relu"):
+        gated_cast(gate, up, name, E4M3, scale, through=BF16, gathered=gathered)
+        gated_output(gate, up, name, BF16)
+        options = {"through": BF16, "gathered": (gathered, gathered), "column_sums": (True, every)}
+        gated_backward_cast(x, gate, up, name, E5M2, (scale, scale), **options)
+        gated_backward_output(x, gate, up, name, torch.float32)
+        if every:
+            gated_cast(gate, up, name, E4M3, scale, columnwise=False)
+
+
+def attention() -> None:
+    """FP8 attention of lengths that no block has, grouped heads, and its gradient."""
+    for features, queries, keys, causal in ((64, 130, 130, True), (128, 1, 257, False), (128, 257, 140, True)):
+        q = torch.randn(2, queries, 4, features, device="cuda", dtype=BF16).transpose(1, 2)
+        k, v = torch.randn(2, 2, 2, keys, features, device="cuda", dtype=BF16).unbind()
+        out, lse, codes = fp8_attention(q, k, v, features**-0.5, causal)
+        fp8_attention_gradient(out, codes, out, lse, keys, features**-0.5, causal)
+
+
 def grouped(x: Tensor, every: bool) -> None:
     """Rows that belong to groups, an empty one among them: amaxes, casts, and products in Triton."""
     rows, device = x.shape[0], x.device
@@ -203,15 +229,20 @@ PARTS: dict[str, Callable[[Tensor, bool], None]] = {
     "blocks": blocks,
     "norms": norms,
     "activations": activations,
+    "gated": gated,
     "grouped": grouped,
     "losses": losses,
 }
 
 
+# Parts that make their own operands.
+ALONE: dict[str, Callable[[], None]] = {"attention": attention, "layers": layers}
+
+
 def main() -> int:
     """Run everything; see the module."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=[*PARTS, "layers"], help="these parts; not all kernels then")
+    parser.add_argument("--only", nargs="+", choices=[*PARTS, *ALONE], help="these parts; not all kernels then")
     only = parser.parse_args().only
     if not torch.cuda.is_available():
         print("no CUDA device: there is nothing to watch", file=sys.stderr)
@@ -221,8 +252,9 @@ def main() -> int:
         for name, part in PARTS.items():
             if only is None or name in only:
                 part(x, every)
-    if only is None or "layers" in only:
-        layers()
+    for name, alone in ALONE.items():
+        if only is None or name in only:
+            alone()
     torch.cuda.synchronize()
     counts = launched()
     for name, variants in counts.items():

@@ -165,7 +165,7 @@ def test_on_a_gpu_nothing_waits_and_a_cuda_graph_replays_it(reduction: Any) -> N
     def step() -> tuple[Tensor, Tensor]:
         loss = octavo.cross_entropy(static, targets, label_smoothing=0.1, reduction=reduction)
         (gradient,) = torch.autograd.grad(loss.sum(), static)
-        return loss, gradient
+        return loss.detach(), gradient
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -26,6 +26,9 @@ torch.utils._device._device_constructors()
 
 SOURCE = str(Path(__file__).resolve().parent.parent / "src" / "octavo") + os.sep
 
+# Triton decides at import. One process interprets and runs the tests marked `interpreted`; another runs all others.
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+
 # Bytes that decode to NaN in each eight-bit format; every other one-byte type and the integers get 0x7F as well, which
 # is NaN when read as E4M3 or E5M2 codes and a conspicuous number otherwise.
 NAN_BYTES = {torch.float8_e8m0fnu: 0xFF, torch.float8_e4m3fnuz: 0x80, torch.float8_e5m2fnuz: 0x80}
@@ -41,11 +44,29 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Where Triton interprets, a file that has no test for that is not even imported."""
+    name = collection_path.name
+    if INTERPRETS and name.startswith("test_") and name.endswith(".py"):
+        return True if "interpreted" not in collection_path.read_text(encoding="utf-8") else None
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where Triton interprets, tests marked `interpreted` alone."""
+    others = [item for item in items if INTERPRETS and not item.get_closest_marker("interpreted")]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item.get_closest_marker("interpreted")]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    if item.get_closest_marker("interpreted") and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("run by a test of this file, with TRITON_INTERPRET=1")
+    if item.get_closest_marker("interpreted"):
+        if not INTERPRETS:
+            pytest.skip("needs a process with TRITON_INTERPRET=1, which `./dev test` starts as well")
+        pytest.importorskip("triton")
 
 
 @pytest.fixture(autouse=True)

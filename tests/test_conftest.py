@@ -7,11 +7,12 @@ import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+from tests import conftest
 from tests.measures import relative_error, sqnr_db
 
 # Compiled with the name of a file of Octavo's, which is what the fixture goes by.
@@ -106,6 +107,23 @@ def test_threads_are_one_under_xdist() -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         pytest.skip("not under xdist")
     assert torch.get_num_threads() == 1
+
+
+def test_where_triton_interprets_the_tests_for_that_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(__file__).resolve().parent
+    interpreting, other = folder / "kernels" / "test_sum_kernel.py", folder / "test_import.py"
+    markers = ["interpreted", "gpu", None, "interpreted"]
+    given = [SimpleNamespace(get_closest_marker=lambda name, own=own: own if own == name else None) for own in markers]
+    deselected: list[object] = []
+    config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items)))
+    for interprets, kept in ((False, [0, 1, 2, 3]), (True, [0, 3])):
+        monkeypatch.setattr(conftest, "INTERPRETS", interprets)
+        items = list(given)
+        conftest.pytest_collection_modifyitems(config, items)  # type: ignore[arg-type]
+        assert items == [given[number] for number in kept]
+        assert bool(conftest.pytest_ignore_collect(other)) == interprets
+        assert not any(conftest.pytest_ignore_collect(path) for path in (interpreting, folder, folder / "__init__.py"))
+    assert deselected == given[1:3]
 
 
 def test_sqnr_of_a_known_error() -> None:

@@ -1,16 +1,13 @@
 """Triton's interpreter for tests of kernels: in a process of its own, with conversions that round as instructions do.
 
-Triton decides at import whether it interprets, so the first test of a file starts a process that runs the others. The
-interpreter's conversions to eight bits and to bfloat16 cut off or round half up, and that from bfloat16 knows no
-subnormals; in their place stand Octavo's cast, which tests/formats holds to ml_dtypes, and torch's conversions.
+Triton decides at import whether it interprets, so tests marked `interpreted` run in a call of pytest of their own, with
+TRITON_INTERPRET=1 (`./dev test` makes both; tests/conftest.py parts the tests). The interpreter's conversions to eight
+bits and to bfloat16 cut off or round half up, and that from bfloat16 knows no subnormals; in their place stand Octavo's
+cast, which tests/formats holds to ml_dtypes, and torch's conversions.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,21 +15,9 @@ import torch
 
 from octavo.formats import E4M3, E5M2, cast_float32
 
-ROOT = Path(__file__).resolve().parents[2]
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.interpreted
-compiled_only = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process")
 # The interpreter computes in numpy, which warns of what a GPU does in silence.
 silent = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
-
-
-def run_interpreted(file: str) -> None:
-    """The tests of `file` that are marked `interpreted`, in a process where Triton interprets."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "interpreted", "--show-capture=no", file]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "src")}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert " passed" in result.stdout
 
 
 def exact_conversions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from tests.kernels.agreement import assert_same
 from tests.kernels.exact_activations import exact_gradient, gradient_range, input_of
 from tests.kernels.fused_twins import GRADIENT_SCALE as SCALE
 from tests.kernels.fused_twins import finite_bf16, gradient_is_reference, gradients, specials, within_range
-from tests.kernels.interpreting import compiled_only, exact_conversions, interpreted, run_interpreted, silent
+from tests.kernels.interpreting import exact_conversions, interpreted, silent
 from tests.kernels.matrices import SHAPES, memory_orders
 from torch import Tensor
 
@@ -144,12 +144,6 @@ def test_compiled_code_gives_the_same_bits_in_one_graph() -> None:
 # The twin.
 
 
-@compiled_only
-def test_the_rest_of_this_file_passes_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(__file__)
-
-
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     from octavo.kernels.activation_backward_cast import triton_kernel
@@ -210,7 +204,6 @@ def output_is_reference(function: Any, device: str) -> None:
 # What Triton makes of it.
 
 
-@compiled_only
 @pytest.mark.parametrize("activation", ["gelu_tanh", "gelu_erf", "swiglu", "relu"])
 def test_blocks_are_read_and_written_sixteen_bytes_at_a_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, activation: str
@@ -240,7 +233,6 @@ def test_blocks_are_read_and_written_sixteen_bytes_at_a_time(
     assert sum(stack_and_local_bytes(variant, tmp_path)) == 0
 
 
-@compiled_only
 def test_equal_keys_are_one_variant_of_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from tests.kernels.variants import launches_of, specialized

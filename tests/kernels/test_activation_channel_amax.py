@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.kernels.exact_activations import TRANSCENDENTAL, base_of, input_of, result_range
 from tests.kernels.fused_twins import with_some_specials
-from tests.kernels.interpreting import compiled_only, interpreted, run_interpreted, silent
+from tests.kernels.interpreting import interpreted, silent
 from tests.kernels.matrices import SHAPES, memory_orders
 from torch import Tensor
 
@@ -84,12 +84,6 @@ def test_compiled_code_gives_the_same_bits_in_one_graph() -> None:
 # The twin.
 
 
-@compiled_only
-def test_the_rest_of_this_file_passes_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(__file__)
-
-
 def twin_is_reference(function: Any, device: str, shapes: list[tuple[int, int]], activations: Any) -> None:
     for number, (shape, activation) in enumerate(itertools.product(shapes, activations)):
         dtype, through = (BF16, torch.float16, torch.float32)[number % 3], (None, BF16, torch.float16)[number % 3]
@@ -126,7 +120,6 @@ def test_the_twin_is_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 # What Triton makes of it.
 
 
-@compiled_only
 def test_rows_are_read_sixteen_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     pytest.importorskip("triton")
     from tests.kernels.variants import compiled, launches_of, stack_and_local_bytes
@@ -144,7 +137,6 @@ def test_rows_are_read_sixteen_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch, 
     assert launch.programs == launch.constants[-1] * 4
 
 
-@compiled_only
 def test_equal_keys_are_one_variant_of_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from tests.kernels.variants import launches_of, specialized

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.formats.edge_values import every_value
-from tests.kernels.interpreting import compiled_only, exact_conversions, interpreted, run_interpreted, silent
+from tests.kernels.interpreting import exact_conversions, interpreted, silent
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -20,11 +20,6 @@ from octavo.kernels.amax import triton_kernel as amax_kernels
 
 HALVES = [torch.bfloat16, torch.float16]
 WANTED = [(True, True), (True, False), (False, True)]
-
-
-@compiled_only
-def test_the_rest_of_this_file_passes_under_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 def assert_is_reference(x: Tensor) -> None:
@@ -98,7 +93,6 @@ def one_launch(monkeypatch: pytest.MonkeyPatch, x: Tensor, wanted: tuple[bool, b
     return launch
 
 
-@compiled_only
 def test_what_is_not_in_words_takes_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = torch.ones(40, 66, dtype=torch.bfloat16)
     for x in (wide, wide[:, :64], wide.half(), wide.t()):
@@ -117,7 +111,6 @@ def test_what_is_not_in_words_takes_the_loop(monkeypatch: pytest.MonkeyPatch) ->
     assert not packed_kernel.is_packed(wide[:1, :2].expand(2**31, 2))
 
 
-@compiled_only
 def test_equal_keys_are_one_variant_of_tritons_and_the_number_of_rows_makes_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -134,7 +127,6 @@ def test_equal_keys_are_one_variant_of_tritons_and_the_number_of_rows_makes_none
     assert len(variants) == 2 * 5
 
 
-@compiled_only
 @pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
 @pytest.mark.parametrize("wanted", WANTED, ids=str)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -1,8 +1,4 @@
-"""The Triton kernel of block_cast, run by Triton's interpreter, against its reference, bit for bit.
-
-As `tests.kernels.interpreting` says, a process of its own runs the tests, since Triton decides at import whether it
-interprets.
-"""
+"""The Triton kernel of block_cast, run by Triton's interpreter, against its reference, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,13 +6,7 @@ import pytest
 import torch
 from tests.formats.edge_values import edge_matrix
 from tests.kernels.agreement import assert_same
-from tests.kernels.interpreting import (
-    compiled_only,
-    exact_conversions,
-    interpreted,
-    run_interpreted,
-    silent,
-)
+from tests.kernels.interpreting import exact_conversions, interpreted, silent
 from tests.kernels.matrices import memory_orders, with_specials
 from torch import Tensor
 
@@ -31,11 +21,6 @@ GRANULARITIES = [BLOCK_1X128, BLOCK_128X128]
 SHAPES = [(1, 1), (1, 129), (129, 1), (5, 7), (16, 16), (128, 128), (130, 300), (257, 127), (640, 33)]
 RULES = [ScaleRule(), ScaleRule(power_of_two=True), ScaleRule((1e-3).hex()), ScaleRule((1e-3).hex(), True)]
 LAYOUTS = [(True, True), (True, False), (False, True)]
-
-
-@compiled_only
-def test_the_rest_of_this_file_passes_under_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 def matrix(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.interpreting import compiled_only, exact_conversions, interpreted, run_interpreted, silent
+from tests.kernels.interpreting import exact_conversions, interpreted, silent
 from torch import Tensor
 
 from octavo.kernels.cross_entropy import (
@@ -267,12 +267,6 @@ def test_compiled_code_gives_the_same_bits_in_one_graph(backend: str) -> None:
 # The twin.
 
 
-@compiled_only
-def test_the_rest_of_this_file_passes_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(__file__)
-
-
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     from octavo.kernels.cross_entropy import triton_kernel
@@ -355,7 +349,6 @@ def test_the_twin_keeps_what_is_not_finite_in_its_row(
 # What Triton makes of it.
 
 
-@compiled_only
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("columns", [32000, 128256, 50257])
 def test_rows_are_read_and_written_sixteen_bytes_at_a_time(
@@ -386,7 +379,6 @@ def test_rows_are_read_and_written_sixteen_bytes_at_a_time(
     assert sum(stack_and_local_bytes(variant, tmp_path)) <= (0 if dtype == BF16 else 8)
 
 
-@compiled_only
 @pytest.mark.parametrize("capability", [90, 100])
 def test_every_kind_of_launch_compiles_down_to_one_class(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int
@@ -413,7 +405,6 @@ def test_every_kind_of_launch_compiles_down_to_one_class(
         assert stack_and_local_bytes(variant, tmp_path) == [0, 0]
 
 
-@compiled_only
 def test_equal_keys_are_one_variant_of_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from tests.kernels.variants import launches_of, specialized

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tests.kernels.interpreting import compiled_only, interpreted, run_interpreted, silent
+from tests.kernels.interpreting import interpreted, silent
 from torch import Tensor
 
 from octavo.kernels.delayed_update import delayed_update, delayed_update_reference, unsupported_reasons
@@ -57,11 +57,6 @@ def test_on_a_gpu_it_is_the_reference_to_the_bit(length: int, strided: bool) -> 
     agree(length, "cuda", strided)
 
 
-@compiled_only
-def test_the_interpreted_tests_pass() -> None:
-    run_interpreted(__file__)
-
-
 def test_what_the_reference_takes_over_is_said() -> None:
     history = torch.zeros(2, 4)
     assert "function" in unsupported_reasons(history, lambda window: window.max())[-1]
@@ -73,7 +68,6 @@ def test_what_the_reference_takes_over_is_said() -> None:
     assert scale.tolist() == [torch.tensor(2.0).div(448).item(), 1.0]
 
 
-@compiled_only
 @pytest.mark.parametrize("length", [1, 1024, 16384])
 def test_it_compiles_for_hopper_and_divides_exactly(length: int) -> None:
     import triton

@@ -11,17 +11,12 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks import attention_ahead
-from tests.kernels.interpreting import compiled_only, exact_conversions, interpreted, run_interpreted, silent
+from tests.kernels.interpreting import exact_conversions, interpreted, silent
 from tests.kernels.test_fp8_attention import assert_agrees, operands, score_rounding
 from tests.kernels.test_fp8_attention_offline import codes
 from tests.kernels.variants import compiled, launches_of
 
 from octavo.kernels.fp8_attention import fp8_attention_reference, triton_kernel
-
-
-@compiled_only
-def test_the_rest_of_this_file_passes_under_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 @interpreted
@@ -40,7 +35,6 @@ def test_products_ahead_give_the_numbers_of_the_reference(
     assert_agrees((out, lse, given), inputs, causal, score_rounding(given, (num_queries, num_keys)) + 2.0**-20)
 
 
-@compiled_only
 def test_products_of_the_next_keys_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         (launch,) = launches_of(

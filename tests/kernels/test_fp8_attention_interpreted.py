@@ -10,18 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.interpreting import compiled_only, exact_conversions, interpreted, run_interpreted, silent
+from tests.kernels.interpreting import exact_conversions, interpreted, silent
 from tests.kernels.test_fp8_attention import assert_agrees, operands, score_rounding
 
 from octavo.kernels.fp8_attention import decoded, fp8_attention_reference
 
 BF16, FP16 = torch.bfloat16, torch.float16
-
-
-@compiled_only
-def test_the_rest_of_this_file_passes_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(__file__)
 
 
 @pytest.fixture

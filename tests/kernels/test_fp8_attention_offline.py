@@ -24,10 +24,6 @@ from tests.kernels.variants import (
 from octavo.formats import E4M3
 from octavo.kernels.fp8_attention import AttentionCodes, cast_kernel, triton_kernel
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(triton_kernel.fp8_attention_kernel, "cache_key"), reason="kernels are interpreted in this process"
-)
-
 
 def codes(tokens: int, features: int, heads: int = 2) -> AttentionCodes:
     """Of one sequence, what is in them does not matter."""

@@ -12,7 +12,7 @@ from tests.kernels.agreement import assert_same
 from tests.kernels.exact_activations import Range, assert_codes_within, gradient_range, input_of
 from tests.kernels.fused_twins import GRADIENT_SCALE as SCALE
 from tests.kernels.fused_twins import gradients, specials
-from tests.kernels.interpreting import compiled_only, exact_conversions, interpreted, run_interpreted, silent
+from tests.kernels.interpreting import exact_conversions, interpreted, silent
 from tests.kernels.matrices import SHAPES, memory_orders
 from tests.kernels.test_gated_cast import BASES
 from torch import Tensor
@@ -165,12 +165,6 @@ def twin_is_reference(function: Any, arguments: Matrices, activation: str, numbe
             assert ((low.sum(0) - slack <= total) & (total <= high.sum(0) + slack))[sure].all()
 
 
-@compiled_only
-def test_the_rest_of_this_file_passes_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(__file__)
-
-
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     from octavo.kernels.gated_backward_cast import triton_kernel
@@ -212,7 +206,6 @@ def test_the_twin_of_the_output_is_its_reference(kernels: Any, monkeypatch: pyte
 # What Triton makes of it.
 
 
-@compiled_only
 def test_blocks_are_read_and_written_sixteen_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     pytest.importorskip("triton")
     from tests.kernels.variants import compiled, launches_of, stack_and_local_bytes
@@ -234,7 +227,6 @@ def test_blocks_are_read_and_written_sixteen_bytes_at_a_time(monkeypatch: pytest
     assert sum(stack_and_local_bytes(variant, tmp_path)) == 0
 
 
-@compiled_only
 def test_equal_keys_are_one_variant_of_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from tests.kernels.variants import launches_of, specialized

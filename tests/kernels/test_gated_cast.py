@@ -11,7 +11,7 @@ import torch
 from tests.kernels.agreement import assert_same
 from tests.kernels.exact_activations import assert_codes_within, input_of, result_range
 from tests.kernels.fused_twins import ACTIVATION_SCALE as SCALE
-from tests.kernels.interpreting import compiled_only, exact_conversions, interpreted, run_interpreted, silent
+from tests.kernels.interpreting import exact_conversions, interpreted, silent
 from tests.kernels.matrices import SHAPES, memory_orders, with_specials
 from torch import Tensor
 
@@ -114,12 +114,6 @@ def twin_is_reference(function: Any, gate: Tensor, up: Tensor, activation: str, 
     assert_codes_within(codes, codes_t, gathered, allowed, scale, through, 2.0**-7)
 
 
-@compiled_only
-def test_the_rest_of_this_file_passes_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(__file__)
-
-
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     from octavo.kernels.gated_cast import triton_kernel
@@ -162,7 +156,6 @@ def test_the_twin_of_the_output_is_its_reference(kernels: Any, monkeypatch: pyte
 # What Triton makes of it.
 
 
-@compiled_only
 def test_blocks_are_read_and_written_sixteen_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     pytest.importorskip("triton")
     from tests.kernels.variants import compiled, launches_of, stack_and_local_bytes
@@ -184,7 +177,6 @@ def test_blocks_are_read_and_written_sixteen_bytes_at_a_time(monkeypatch: pytest
     assert sum(stack_and_local_bytes(variant, tmp_path)) == 0
 
 
-@compiled_only
 def test_equal_keys_are_one_variant_of_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from tests.kernels.variants import launches_of, specialized

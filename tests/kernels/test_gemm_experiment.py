@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.interpreting import INTERPRETED, compiled_only, exact_conversions, interpreted, run_interpreted
+from tests.kernels.interpreting import exact_conversions, interpreted
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -48,7 +48,6 @@ def ptx_of(a: Tensor, b: Tensor, imprecise: int | None = FAST) -> str:
     return ptx
 
 
-@compiled_only
 @pytest.mark.parametrize("imprecise", [FAST, PROMOTED], ids=["fast", "promoted"])
 def test_k_major_operands_meet_in_wgmma_straight_from_shared_memory(imprecise: int | None) -> None:
     ptx = ptx_of(codes(256, 256, E5M2), codes(256, 256).t(), imprecise)
@@ -59,14 +58,12 @@ def test_k_major_operands_meet_in_wgmma_straight_from_shared_memory(imprecise: i
     assert len(re.findall(r"add\.(rn\.)?f32", ptx)) == (64 if imprecise == PROMOTED else 0)
 
 
-@compiled_only
 def test_no_imprecise_product_at_all_leaves_wgmma() -> None:
     ptx = ptx_of(codes(256, 256, E5M2), codes(256, 256).t(), 0)
     assert "wgmma" not in ptx
     assert "mma.sync" in ptx
 
 
-@compiled_only
 def test_triton_turns_an_operand_round_byte_by_byte_and_stays_on_wgmma() -> None:
     dy, w, x = codes(256, 256, E5M2), codes(256, 256), codes(256, 256)
     for ptx, operands in ((ptx_of(dy, w), 1), (ptx_of(dy.t(), x), 2)):
@@ -76,7 +73,6 @@ def test_triton_turns_an_operand_round_byte_by_byte_and_stays_on_wgmma() -> None
         assert ptx.count("st.shared.b8") == operands * 64
 
 
-@compiled_only
 @pytest.mark.parametrize("specialize", [False, True])
 def test_descriptors_bring_tiles_by_tma_and_warps_may_specialize(specialize: bool) -> None:
     a, b, out = codes(256, 256, E5M2), codes(256, 256), torch.empty(256, 256, dtype=torch.bfloat16)
@@ -104,7 +100,6 @@ def gluon_variant(a: Tensor, b: Tensor, out: Tensor, block_n: int, stages: int, 
     return triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options={"num_warps": 4})
 
 
-@compiled_only
 @pytest.mark.parametrize("promote", [False, True], ids=["fast", "promoted"])
 def test_gluon_brings_a_transposed_operand_to_wgmma_through_registers(promote: bool, tmp_path: Path) -> None:
     w, dy, out = codes(512, 256), codes(384, 512, E5M2), torch.empty(384, 256, dtype=torch.bfloat16)
@@ -121,7 +116,6 @@ def test_gluon_brings_a_transposed_operand_to_wgmma_through_registers(promote: b
     assert stack_and_local_bytes(variant, tmp_path) == [0, 0]
 
 
-@compiled_only
 @pytest.mark.parametrize(("block_n", "stages", "promote"), [(256, 4, False), (128, 6, True)])
 def test_gluon_takes_k_major_operands_from_shared_memory(
     block_n: int, stages: int, promote: bool, tmp_path: Path
@@ -135,7 +129,6 @@ def test_gluon_takes_k_major_operands_from_shared_memory(
     assert stack_and_local_bytes(variant, tmp_path) == [0, 0]
 
 
-@compiled_only
 def test_two_permutations_part_the_codes_of_two_rows() -> None:
     """PART, as the instruction's manual defines it, on the words that `ldmatrix.trans` would bring of a_t [4, 2]."""
     a_t = torch.arange(8, dtype=torch.uint8).view(4, 2)
@@ -147,16 +140,10 @@ def test_two_permutations_part_the_codes_of_two_rows() -> None:
     assert found == {"$0": a_t[:, 0].tolist(), "$1": a_t[:, 1].tolist()}
 
 
-@compiled_only
 def test_a_result_too_large_to_count_in_32_bits_is_refused() -> None:
     a, out = codes(64, 64), torch.empty(2**16, 2**15, dtype=torch.bfloat16, device="meta")
     with pytest.raises(ValueError, match="2147483648 elements"):
         gemm_gluon.prepare(a, a, torch.tensor(1.0), torch.tensor(1.0), out, 128, 4, False)
-
-
-def test_the_interpreted_tests_pass() -> None:
-    if not INTERPRETED:
-        run_interpreted(__file__)
 
 
 @interpreted

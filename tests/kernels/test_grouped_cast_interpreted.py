@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.interpreting import compiled_only, exact_conversions, interpreted, run_interpreted, silent
+from tests.kernels.interpreting import exact_conversions, interpreted, silent
 from tests.kernels.test_grouped_cast import SIZES, bits, matrix
 from torch import Tensor
 
@@ -12,11 +12,6 @@ pytest.importorskip("triton")
 
 from octavo.formats import E4M3, E5M2, Format
 from octavo.kernels.grouped_cast import column_amax_reference, grouped_cast_reference, groups_of
-
-
-@compiled_only
-def test_the_rest_of_this_file_passes_under_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 def multipliers(*shape: int) -> Tensor:

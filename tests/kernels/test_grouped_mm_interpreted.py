@@ -11,33 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.kernels.interpreting import (
-    INTERPRETED,
-    compiled_only,
-    exact_conversions,
-    interpreted,
-    run_interpreted,
-    silent,
-)
+from tests.kernels.interpreting import exact_conversions, interpreted, silent
 from tests.kernels.test_grouped_cast import SIZES, by_group
 from torch import Tensor
 
 pytest.importorskip("triton")
+
+from tests.kernels.variants import Launch, compiled, stack_and_local_bytes
 
 from octavo.formats import E4M3, E5M2, Format
 from octavo.kernels.grouped_cast import grouped_cast, groups_of
 from octavo.kernels.grouped_mm import triton_kernel
 from octavo.kernels.grouped_mm.on_device import _by_rows_reference, _over_rows_reference
 
-if not INTERPRETED:
-    from tests.kernels.variants import Launch, compiled, stack_and_local_bytes
-
 FORMATS = [(E4M3, E4M3), (E5M2, E4M3)]
-
-
-@compiled_only
-def test_the_rest_of_this_file_passes_under_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 def codes_of(x: Tensor, sizes: list[int], format: Format) -> tuple[Tensor, ...]:
@@ -78,7 +65,6 @@ def test_products(
     near(found, _over_rows_reference(x_t, z_t, s_t, r_t, groups.ends, groups.ends_t, torch.float32, accumulate))
 
 
-@compiled_only
 @pytest.mark.parametrize("formats", FORMATS, ids=["E4M3", "E5M2"])
 @pytest.mark.parametrize("accumulate", ["fast", "precise"])
 def test_hopper_multiplies_codes_in_registers_alone(

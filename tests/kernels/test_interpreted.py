@@ -4,9 +4,6 @@ The interpreter's own conversion to eight bits is none of the instructions': it 
 saturates to the largest value, and mistreats NaN. In its place stands Octavo's reference of that conversion, which
 tests/formats holds to ml_dtypes; what the instruction does is for a GPU to show. Everything else is the kernel's own:
 layouts, padding, strides, the product before the conversion, scales, amaxes, sums.
-
-Triton decides at import whether it interprets, so the tests of this file run in a process of their own, which the first
-of them starts.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.formats.edge_values import edge_matrix, every_value, special_float32
-from tests.kernels.interpreting import compiled_only, exact_conversions, interpreted, run_interpreted, silent
+from tests.kernels.interpreting import exact_conversions, interpreted, silent
 from tests.kernels.matrices import SHAPES, memory_orders, with_specials
 from tests.kernels.sources import KINDS, RULES, Pair, given, rule_of
 from torch import Tensor
@@ -32,11 +29,6 @@ from octavo.scaling import TENSOR
 
 # No point in interpreting what the launchers leave to the reference.
 FULL_SHAPES = [shape for shape in SHAPES if shape[0] and shape[1]]
-
-
-@compiled_only
-def test_the_rest_of_this_file_passes_under_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 def matrix(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

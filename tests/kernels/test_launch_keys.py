@@ -20,9 +20,6 @@ from octavo.kernels.amax import triton_kernel as amax_kernels
 from octavo.kernels.cast_transpose import launch as cast_kernels
 from octavo.kernels.cast_transpose import unsupported_reasons
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(cast_kernels.cast_transpose_kernel, "cache_key"), reason="kernels are interpreted in this process"
-)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(1, 1), (1, 16), (16, 1), (7, 13), (16, 16), (17, 32), (64, 48), (5, 1), (1, 17)]
 

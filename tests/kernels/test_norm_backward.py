@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels.fused_twins import parameters, rows_of
-from tests.kernels.interpreting import compiled_only, exact_conversions, interpreted, run_interpreted, silent
+from tests.kernels.interpreting import exact_conversions, interpreted, silent
 from tests.kernels.matrices import SHAPES, memory_orders
 from torch import Tensor
 
@@ -145,12 +145,6 @@ def test_compiled_code_gives_the_same_bits_in_one_graph() -> None:
 # The twin.
 
 
-@compiled_only
-def test_the_rest_of_this_file_passes_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(__file__)
-
-
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     from octavo.kernels.norm_backward import triton_kernel
@@ -207,7 +201,6 @@ def test_the_twin_keeps_what_is_not_finite_in_its_row(kernels: Any) -> None:
 # What Triton makes of it.
 
 
-@compiled_only
 @pytest.mark.parametrize("columns", [1280, 4096, 8192])
 def test_rows_are_read_and_written_sixteen_bytes_at_a_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, columns: int
@@ -249,7 +242,6 @@ def test_rows_are_read_and_written_sixteen_bytes_at_a_time(
     assert stack_and_local_bytes(variant, tmp_path) == [0, 0]
 
 
-@compiled_only
 def test_equal_keys_are_one_variant_of_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from tests.kernels.variants import launches_of, specialized

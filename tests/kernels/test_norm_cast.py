@@ -11,7 +11,7 @@ import torch
 from tests.kernels.agreement import assert_same, steps_between
 from tests.kernels.fused_twins import NORM_SCALE as SCALE
 from tests.kernels.fused_twins import parameters, rows_of, run_norm
-from tests.kernels.interpreting import compiled_only, exact_conversions, interpreted, run_interpreted, silent
+from tests.kernels.interpreting import exact_conversions, interpreted, silent
 from tests.kernels.matrices import SHAPES, memory_orders
 from torch import Tensor
 
@@ -185,12 +185,6 @@ def test_compiled_code_gives_the_same_bits_in_one_graph() -> None:
 # The twin.
 
 
-@compiled_only
-def test_the_rest_of_this_file_passes_under_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(__file__)
-
-
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     from octavo.kernels.norm_cast import triton_kernel
@@ -269,7 +263,6 @@ def test_a_mean_that_dwarfs_the_spread_costs_no_accuracy(kernels: Any) -> None:
 # What Triton makes of it.
 
 
-@compiled_only
 @pytest.mark.parametrize("columns", [1280, 4096, 14336])
 def test_rows_are_read_and_codes_written_sixteen_bytes_at_a_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, columns: int
@@ -322,7 +315,6 @@ def compiled_with(module: Any, launch: Any, folder: Any) -> tuple[str, int]:
     return str(variant.asm["ptx"]), sum(stack_and_local_bytes(variant, folder))
 
 
-@compiled_only
 def test_equal_keys_are_one_variant_of_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from tests.kernels.variants import launches_of, specialized

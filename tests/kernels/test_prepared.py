@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.kernels.interpreting import compiled_only, exact_conversions, interpreted, run_interpreted, silent
+from tests.kernels.interpreting import exact_conversions, interpreted, silent
 from tests.kernels.matrices import memory_orders, with_specials
 from torch import Tensor
 
@@ -26,12 +25,6 @@ from octavo.kernels.launcher import Prepared
 from octavo.scaling import TENSOR
 
 
-@compiled_only
-def test_the_rest_of_this_file_passes_under_the_interpreter() -> None:
-    run_interpreted(str(Path(__file__)))
-
-
-@compiled_only
 def test_what_is_prepared_does_not_grow_without_end() -> None:
     prepared = Prepared()
     for key in range(3000):

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.interpreting import compiled_only, exact_conversions, interpreted, run_interpreted, silent
+from tests.kernels.interpreting import exact_conversions, interpreted, silent
 
 pytest.importorskip("triton")
 
 from tests.kernels.variants import BLACKWELL, HOPPER, compiled, launches_of, specialized, stack_and_local_bytes
 
 from octavo.kernels import sum_kernel
-
-
-@compiled_only
-def test_the_rest_of_this_file_passes_under_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 @interpreted
@@ -32,7 +27,6 @@ def test_sums_of_integers_are_exact_and_what_is_not_finite_stays_in_its_column(m
     assert torch.equal(found[2:129], parts.double().sum(0).float()[2:129])
 
 
-@compiled_only
 def test_equal_keys_are_one_variant_of_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
     def call() -> None:
         for columns in (1, 2, 7, 8, 12, 16, 32, 1280):
@@ -47,7 +41,6 @@ def test_equal_keys_are_one_variant_of_tritons(monkeypatch: pytest.MonkeyPatch) 
     assert len(variants) == 4
 
 
-@compiled_only
 @pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
 def test_nothing_is_added_in_an_order_of_chance(monkeypatch: pytest.MonkeyPatch, capability: int, tmp_path) -> None:  # type: ignore[no-untyped-def]
     """No atomics; and sixteen bytes a read."""

@@ -52,6 +52,31 @@ def exact_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    patch_once_a_launch(monkeypatch)
     monkeypatch.setattr(builder, "create_fp_to_fp", create_fp_to_fp)
     monkeypatch.setattr(builder, "cast_impl", cast_impl)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_with_index)
+
+
+def patch_once_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each function that a kernel calls put the interpreter into Triton's language once a launch.
+
+    Every call does by itself, in a third of a kernel's time.
+    """
+    from triton.runtime import interpreter
+
+    patch, launch, done = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+
+    def patch_once(function: Any) -> Any:
+        # Only the launch, whose kernel is the first function, takes back what it is given here.
+        if function in done:
+            return None
+        done.add(function)
+        return patch(function)
+
+    def launch_anew(self: Any, *arguments: Any, **options: Any) -> None:
+        done.clear()
+        launch(self, *arguments, **options)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)

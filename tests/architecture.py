@@ -10,7 +10,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
 
 # Rooms in walking order; those in one group never import one another.
@@ -252,6 +252,8 @@ def machine_paths(name: str, text: str) -> Iterator[str]:
             yield f"{name}:{number}: a path of one machine: {found.group()}"
 
 
+@cache
 def package_sources(package: Path) -> list[Source]:
+    """Every file of the package; each is read and parsed once for all rules."""
     paths = sorted(package.rglob("*.py"))
     return [Source(path.relative_to(package).as_posix(), path.read_text(encoding="utf-8")) for path in paths]

@@ -109,16 +109,26 @@ def test_a_step_is_judged_against_the_fastest_reference() -> None:
 def test_memory_is_that_of_the_variant_that_is_judged_by_its_speed() -> None:
     rows = [made.step("bf16-compiled", 90.0), made.step("octavo-current", 80.0, peak_gib=10.0)]
     rows.append(made.step("octavo-delayed-compiled", 70.0, peak_gib=17.0))
-    verdict = StepMemory("vit", "bf16-compiled", 0.80)(rows)
+    verdict = StepMemory("vit", "bf16-compiled", 0.80, 1.22)(rows)
     assert verdict.measured.startswith("0.850")
     assert verdict.verdict == "miss"
     assert "least octavo-current 10.00" in verdict.reason
 
 
+def test_memory_is_the_least_of_the_variants_that_are_fast_enough() -> None:
+    rows = [made.step("bf16-compiled", 90.0), made.step("octavo-delayed-reduced", 65.0, peak_gib=17.0)]
+    rows.append(made.step("octavo-delayed-lean-reduced", 73.0, peak_gib=15.9))
+    verdict = StepMemory("vit", "bf16-compiled", 0.80, 1.22)(rows)
+    assert (verdict.measured, verdict.verdict) == ("0.795 (15.90 of 20.00 GiB)", "pass")
+    assert verdict.reason == "octavo-delayed-lean-reduced in 73.0 ms; least octavo-delayed-lean-reduced 15.90"
+    rows[-1] = made.step("octavo-delayed-lean-reduced", 74.0, peak_gib=15.9)
+    assert StepMemory("vit", "bf16-compiled", 0.80, 1.22)(rows).measured.startswith("0.850")
+
+
 def test_where_the_fastest_has_no_peak_the_others_are_judged_by_the_worst_of_them() -> None:
     lacking = made.step("octavo-delayed-reduced", 70.0, peak_gib=None, note="no peak memory: counted too late")
     rows = [made.step("bf16-compiled", 90.0), lacking]
-    rule = StepMemory("vit", "bf16-compiled", 0.80)
+    rule = StepMemory("vit", "bf16-compiled", 0.80, 1.22)
     assert rule(rows).reason == "octavo-delayed-reduced has no peak memory (counted too late)"
     rows += [made.step("octavo-current", 80.0, peak_gib=15.0), made.step("octavo-delayed", 80.0, peak_gib=17.0)]
     rows += [made.step("octavo-delayed-compiled-captured", 60.0, peak_gib=19.0)]
@@ -131,7 +141,7 @@ def test_where_the_fastest_has_no_peak_the_others_are_judged_by_the_worst_of_the
 
 
 def test_without_any_peak_memory_the_row_that_lacks_it_is_named() -> None:
-    rule = StepMemory("vit", "bf16-compiled", 0.80)
+    rule = StepMemory("vit", "bf16-compiled", 0.80, 1.22)
     rows = [made.step("bf16-compiled", 90.0, peak_gib=None), made.step("octavo-delayed", 80.0)]
     assert rule(rows).reason == "bf16-compiled has no peak memory (none is counted on this device)"
     assert rule([*rows, made.step("bf16-compiled", 91.0, repeat=True)]).measured == "1.000 (20.00 of 20.00 GiB)"

@@ -255,18 +255,20 @@ class LayerSpeed:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The variant that is judged by its speed needs at most `most` of BF16's peak memory.
+    """One variant that is `least` times as fast as the reference needs at most `most` of its peak memory.
 
-    Where its row has no peak, the one that needs most of Octavo's others without CUDA graphs is judged instead.
+    Of several that are as fast, the one that needs least; where none is, the fastest. Where that one's row has no peak,
+    the one that needs most of Octavo's others without CUDA graphs is judged instead.
     """
 
     section: ClassVar[str] = "steps"
     model: str
     reference: str
     most: float
+    least: float
 
     def __call__(self, rows: Sequence[Row]) -> Verdict:
-        """Of the same variant as `StepSpeed`, each model alone on the device."""
+        """Of variants launched as BF16's are, each model alone on the device."""
         own = fastest_octavo(rows, self.model)
         if own is None:
             return _not_measured(_lack(_find(rows, "step", model=self.model, library="octavo"), "Octavo") or "")
@@ -278,13 +280,16 @@ class StepMemory:
         if not reference.get("peak_gib"):
             return _not_measured(_no_peak(reference))
         every = [row for row in _steps(rows, self.model) if row["library"] == "octavo" and row.get("peak_gib")]
+        fast = min(float(row["ms"]) for row in references) / self.least
+        small = [row for row in every if not row["graph"] and row["ms"] <= fast]
+        own = min(small, key=lambda row: float(row["peak_gib"])) if small else own
         judged = own if own.get("peak_gib") else _most([row for row in every if not row["graph"]])
         if judged is None:
             return _not_measured(_no_peak(own))
         share = judged["peak_gib"] / reference["peak_gib"]
         words = f"{share:.3f} ({judged['peak_gib']:.2f} of {reference['peak_gib']:.2f} GiB)"
         least = min(every, key=lambda row: float(row["peak_gib"]))
-        whose = str(own["rival"])
+        whose = f"{own['rival']} in {own['ms']:.1f} ms"
         if judged is not own:
             whose = f"{_no_peak(own)}; the most of the others: {judged['rival']} {judged['peak_gib']:.2f}"
         return Verdict(words, _verdict(share <= self.most), f"{whose}; least {least['rival']} {least['peak_gib']:.2f}")

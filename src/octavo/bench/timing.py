@@ -7,6 +7,7 @@ queue kept short. Figures of two methods are never compared with one another.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -163,12 +164,20 @@ def interleaved(
 
 
 def timed_steps(step: Call, count: int, synchronise: Call, clock: Callable[[], float] = time.perf_counter) -> Timing:
-    """Wall time of `count` steps, each until the device is done."""
+    """Wall time of `count` steps, each until the device is done.
+
+    Python's collector does not go through what was there before: what earlier measurements left is not the step's.
+    """
     samples = []
-    synchronise()
-    for _ in range(count):
-        start = clock()
-        step()
+    gc.collect()
+    gc.freeze()
+    try:
         synchronise()
-        samples.append(clock() - start)
+        for _ in range(count):
+            start = clock()
+            step()
+            synchronise()
+            samples.append(clock() - start)
+    finally:
+        gc.unfreeze()
     return Timing(tuple(samples))

@@ -1,8 +1,12 @@
 """The normalisation of somebody's model that casts its output ahead for the FP8 layers behind it.
 
 A derived class in place, with the parameters it had. What it hands on is a normalised tensor like any other; the layers
-behind it find the codes of that very tensor made (`octavo.functional.norm_ahead`). In compiled code, where the compiler
-fuses a normalisation with what is before it, and wherever FP8 is off, the forward of the class before runs.
+behind it find the codes of that very tensor made (`octavo.functional.norm_ahead`). Wherever FP8 is off, the forward of
+the class before runs.
+
+Compiled code hands on no codes beside a tensor. On a GPU it runs the same kernels all the same, whose backward reads
+everything once, and where the recipe keeps inputs in high precision a normalisation is made again in the backward and
+not kept. On a CPU the compiler fuses the class before with what is around it.
 """
 
 from __future__ import annotations
@@ -11,12 +15,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from octavo.conversion.converted import runs_plainly
 from octavo.conversion.followers import Followers
 from octavo.conversion.known_parts import known_norm
 from octavo.functional import normalise
 from octavo.functional.norm_ahead import normalise_ahead
+from octavo.kernels.norm_backward import MOST_COLUMNS
+from octavo.kernels.triton_support import runs_compiled
 from octavo.modules import OUT_DTYPES, FP8LinearMixin
 from octavo.modules.norm import handed_on_dtype
 from octavo.runtime import LinearPlan, layer_call
@@ -36,7 +43,8 @@ class CastingNorm(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As before."""
-        if torch.compiler.is_compiling() or len(args) != 1 or kwargs:
+        traced = torch.compiler.is_compiling()
+        if len(args) != 1 or kwargs or (traced and not _has_kernels(args[0])):
             return super().forward(*args, **kwargs)
         x, norm = args[0], known_norm(self, self.fused_from)
         # (Not known any more: whoever has replaced its forward calls this one.)
@@ -48,6 +56,11 @@ class CastingNorm(nn.Module):
         weight: Any = self.weight
         bias: Any = getattr(self, "bias", None)
         through = norm.through(handed_on_dtype(x))
+        if traced:
+            if trains and plan.wgrad_fp8 and plan.keeps_input:
+                # As a checkpoint the compiler makes it again, which by itself it does not of what a kernel reads.
+                return checkpoint(normalise, x, through, weight, bias, use_reentrant=False)
+            return normalise(x, through, weight, bias)
         if x.is_inference() or torch.is_inference_mode_enabled():
             # Such a tensor does not tell whether it was written to, so that nobody could take codes made ahead.
             return normalise(x, through, weight, bias)
@@ -73,6 +86,8 @@ class CastingNorm(nn.Module):
         if call.recipe is None:
             return None
         plan = first.planned(call, first.matrix())
+        if torch.compiler.is_compiling():
+            return plan
         origin = getattr(plan.input, "origin", None)
         # Whoever watches a quantizer is told of the cast by the layer.
         return None if origin is None or origin() is None else plan
@@ -95,6 +110,11 @@ def casting_class(kind: type[nn.Module]) -> type[CastingNorm]:
         }
         _CLASSES[kind] = type(kind.__name__, (CastingNorm, kind), namespace)
     return _CLASSES[kind]
+
+
+def _has_kernels(x: Any) -> bool:
+    """True if code that is being traced normalises rows of x by kernels, forward and backward."""
+    return isinstance(x, Tensor) and x.is_cuda and runs_compiled(x.device.index) and 1 < x.shape[-1] <= MOST_COLUMNS
 
 
 def _hands_on_as_before(x: Tensor, weight: Any) -> bool:

@@ -31,7 +31,8 @@ class Followers:
 
     def layers(self) -> list[FP8LinearMixin]:
         """Those that still exist."""
-        return [layer for _, known in sorted(self._layers.items()) if (layer := known()) is not None]
+        every = [self._layers[index]() for index in sorted(self._layers)]
+        return [layer for layer in every if layer is not None]
 
     def __reduce__(self) -> Any:
         return Followers, ()

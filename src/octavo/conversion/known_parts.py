@@ -48,7 +48,9 @@ class KnownNorm(NamedTuple):
 
     def through(self, dtype: Any) -> Norm:
         """As the kernels take it, handed on in `dtype`."""
-        return _norm_of(self.normalization, self.eps, self.zero_centered, dtype)
+        # (Traced code warns of what is kept by functools.)
+        build = norm_of if torch.compiler.is_compiling() else _norm_of
+        return build(self.normalization, self.eps, self.zero_centered, dtype)
 
 
 def package_of(kind: type[Any]) -> str:

@@ -30,6 +30,7 @@ RULES = (LossRule(), LossRule(3), LossRule(-100, 0.1), LossRule(-100, 0.0, 1e-2)
 SHAPES = ((1, 1), (5, 2), (7, 33), (40, 300), (3, 1024))
 INF, NAN = float("inf"), float("nan")
 UNIT = 2.0**-24
+FACTORS = (torch.tensor(0.5).expand(6), torch.arange(18.0).reshape(6, 3)[:, 1], torch.tensor([0.5]))
 
 
 def inputs(shape: tuple[int, int], dtype: torch.dtype, rule: LossRule, device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -314,6 +315,19 @@ def test_the_twin_of_logits_far_from_zero_loses_nothing_of_the_loss(
         loss, lse = kernels.cross_entropy_triton(x, targets, rule, False)
         gradient = kernels.cross_entropy_gradient_triton(x, targets, lse, None, rule, False)
         assert_close((loss, lse, gradient), x, targets, rule)
+
+
+@interpreted
+@silent
+@pytest.mark.parametrize("factor", FACTORS, ids=("expanded", "strided", "one"))
+def test_the_twin_takes_factors_that_lie_apart_or_in_one_place(kernels: Any, factor: Tensor) -> None:
+    """The gradient of a sum is one number, expanded; reading behind it would give what happens to lie there."""
+    rule = LossRule(-100, 0.1)
+    logits, targets = inputs((6, 150), BF16, rule)
+    _, lse = kernels.cross_entropy_triton(logits, targets, rule, False)
+    found = kernels.cross_entropy_gradient_triton(logits, targets, lse, factor, rule, False)
+    expected = kernels.cross_entropy_gradient_triton(logits, targets, lse, factor.expand(6).clone(), rule, False)
+    assert torch.equal(found, expected)
 
 
 @interpreted

@@ -185,7 +185,8 @@ def _launch(
     # A pointer that the flags leave unused may be any.
     given = (logits, targets.contiguous(), loss, lse, factor, gradient)
     tensors = tuple(lse if t is None else t for t in given)
-    by_row = int(factor is not None and factor.numel() > 1)
+    # Of a sum's gradient all factors lie in one place.
+    by_row = 0 if factor is None or factor.numel() == 1 else factor.stride(0)
     numbers = (columns, logits.stride(0), 0 if gradient is None else gradient.stride(0), by_row)
     constants = (
         *rule[:1], float(rule.label_smoothing), float(rule.z_loss), loss is not None, gradient is not None,

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.conversion import casting_norm
-from octavo.recipes import CurrentScaling, DelayedScaling, Recipe
+from octavo.recipes import DelayedScaling, Recipe
 
 KEPT, AGAIN = DelayedScaling(), DelayedScaling(saved_input="high_precision")
 
@@ -98,14 +98,25 @@ def test_what_is_made_again_is_not_kept_and_gives_the_same_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("recipe", [AGAIN, CurrentScaling(saved_input="high_precision")], ids=["delayed", "current"])
-def test_inside_a_checkpoint_of_the_user(recipe: Recipe) -> None:
-    block = block_of(recipe)
+def test_inside_a_checkpoint_of_the_user() -> None:
+    block = block_of(AGAIN)
     x = torch.randn(2, 24, width(block)).requires_grad_()
     known_scales(block, x)
     plain = gradients(torch.compile(block, backend="aot_eager", fullgraph=True), block, x)
     inside = torch.compile(lambda x: checkpoint(block, x, use_reentrant=False), backend="aot_eager", fullgraph=True)
     assert all(torch.equal(a, b) for a, b in zip(gradients(inside, block, x), plain, strict=True))
+
+
+def test_made_again_by_the_policy_that_older_torch_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, block = Watched(), block_of(AGAIN)
+    x = torch.randn(2, 24, width(block)).requires_grad_()
+    known_scales(block, x)
+    plain = gradients(torch.compile(block, backend="aot_eager", fullgraph=True), block, x)
+    monkeypatch.setitem(casting_norm._POLICY, "context_fn", casting_norm._MUST)
+    torch._dynamo.reset()
+    found = gradients(torch.compile(block, backend=backend, fullgraph=True), block, x)
+    assert backend.backward.count("norm_output") == 2
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
 
 def test_frozen_weights_keep_nothing_to_make_again() -> None:

@@ -235,7 +235,8 @@ def test_an_infinite_result_leaves_the_largest_finite_one_to_be_gathered(kernels
 @silent
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_twin_of_the_output_is_its_reference(kernels: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_MOST_PARTIALS", 4)
+    blocks = {bytes: (block, 4) for bytes, (block, _) in kernels._OUTPUT_BLOCKS.items()}
+    monkeypatch.setattr(kernels, "_OUTPUT_BLOCKS", blocks)
     for number, shape in enumerate([*FULL_SHAPES, (150, 40)]):
         weight, bias = parameters(shape[1])
         norm = Norm(kind, through=(None, BF16)[number % 2])

@@ -54,8 +54,8 @@ _CAST_BLOCKS = {5120: Block(32, 256, 8, 0), 16384: Block(32, 512, 16, 1), 1 << 6
 # Where there are fewer rows than that for each multiprocessor.
 _FEW_ROWS = 32
 _CAST_FEW = Block(16, 512, 8, 0)
-_OUTPUT_BLOCKS = {5120: Block(16, 512, 16, 0), 1 << 62: Block(8, 1024, 16, 0)}
-_MOST_PARTIALS = 256
+# With the number of programs that take turns, and of the amaxes that they leave, at most.
+_OUTPUT_BLOCKS = {5120: (Block(8, 256, 4, 0), 1024), 1 << 62: (Block(8, 1024, 16, 0), 256)}
 
 
 @triton.jit(
@@ -269,8 +269,8 @@ def norm_output_triton(
     dtype = output_dtype(x, norm)
     x = with_contiguous_rows(x)
     rows, columns = x.shape
-    block = next(block for bytes, block in _OUTPUT_BLOCKS.items() if columns * x.element_size() <= bytes)
-    programs = min(_MOST_PARTIALS, triton.next_power_of_2(-(-rows // block.rows)))
+    block, most = next(found for bytes, found in _OUTPUT_BLOCKS.items() if columns * x.element_size() <= bytes)
+    programs = min(most, triton.next_power_of_2(-(-rows // block.rows)))
     amaxes = x.new_empty(programs, dtype=torch.float32)
     output, rstd = x.new_empty((rows, columns), dtype=dtype), x.new_empty(rows, dtype=torch.float32)
     mean = x.new_empty(rows, dtype=torch.float32) if norm.kind == "layer" else None

@@ -10,7 +10,8 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -153,31 +154,36 @@ def interleaved(
     """
     samples: dict[str, list[float]] = {name: [] for name in measures}
     start = clock()
-    for turn in range(dropped + rounds):
-        if budget_s is not None and turn >= dropped + LEAST_ROUNDS and clock() - start >= budget_s:
-            break
-        for name, measure in measures.items():
-            seconds = measure()
-            if turn >= dropped:
-                samples[name].append(seconds)
+    with _new_garbage_alone():
+        for turn in range(dropped + rounds):
+            if budget_s is not None and turn >= dropped + LEAST_ROUNDS and clock() - start >= budget_s:
+                break
+            for name, measure in measures.items():
+                seconds = measure()
+                if turn >= dropped:
+                    samples[name].append(seconds)
     return {name: Timing(tuple(values)) for name, values in samples.items()}
 
 
 def timed_steps(step: Call, count: int, synchronise: Call, clock: Callable[[], float] = time.perf_counter) -> Timing:
-    """Wall time of `count` steps, each until the device is done.
-
-    Python's collector does not go through what was there before: what earlier measurements left is not the step's.
-    """
+    """Wall time of `count` steps, each until the device is done."""
     samples = []
-    gc.collect()
-    gc.freeze()
-    try:
-        synchronise()
+    synchronise()
+    with _new_garbage_alone():
         for _ in range(count):
             start = clock()
             step()
             synchronise()
             samples.append(clock() - start)
+    return Timing(tuple(samples))
+
+
+@contextmanager
+def _new_garbage_alone() -> Iterator[None]:
+    """Python's collector does not go through what earlier measurements left: none of the time is for that."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
     finally:
         gc.unfreeze()
-    return Timing(tuple(samples))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -136,3 +137,14 @@ def test_kernel_time_is_that_of_the_device_without_operators_and_annotations() -
 
     events = [event("CUDA", 3.0), event("CPU", 3.0), event("CUDA", 2.0), event("CUDA", 50.0, annotation=True)]
     assert kernel_microseconds(events) == 5.0
+
+
+def test_what_is_kept_from_the_collector_stays_so() -> None:
+    gc.freeze()
+    try:
+        timed_steps(lambda: None, 2, lambda: None)
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+    timed_steps(lambda: None, 2, lambda: None)
+    assert gc.get_freeze_count() == 0

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.conversion import casting_norm
-from octavo.recipes import DelayedScaling, Recipe
+from octavo.recipes import CurrentScaling, DelayedScaling, Recipe
 
 KEPT, AGAIN = DelayedScaling(), DelayedScaling(saved_input="high_precision")
 
@@ -141,3 +141,12 @@ def test_without_fp8_the_class_before_runs() -> None:
     with octavo.autocast(enabled=False):
         gradients(torch.compile(run, backend=backend, fullgraph=True), block, x)
     assert not backend.backward
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:FutureWarning")
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_with_gradients_it_is_no_checkpoint(strict: bool) -> None:
+    block = block_of(CurrentScaling(saved_input="high_precision"))
+    x = torch.randn(2, 24, width(block))
+    exported = torch.export.export(block, (x,), strict=strict).module()
+    assert torch.equal(exported(x), block(x))

@@ -61,7 +61,8 @@ class CastingNorm(nn.Module):
         bias: Any = getattr(self, "bias", None)
         through = norm.through(handed_on_dtype(x))
         if traced:
-            if trains and plan.wgrad_fp8 and plan.keeps_input:
+            # (torch exports no checkpoint.)
+            if trains and plan.wgrad_fp8 and plan.keeps_input and not torch.compiler.is_exporting():
                 return _made_again(x, through, weight, bias)
             return normalise(x, through, weight, bias)
         if x.is_inference() or torch.is_inference_mode_enabled():

@@ -153,9 +153,7 @@ def norm_backward_triton(
     tile = block_rows * block_columns
     programs = min(-(-rows // block_rows), _most_programs(x, tile))
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
-    # Of both in one tensor, for one launch to add up.
-    sums = x.new_empty((sum(needs[1:]), programs, columns), dtype=torch.float32)
-    dweight, dbias = sums[0] if needs[1] else None, sums[-1] if needs[2] else None
+    dweight, dbias = (x.new_empty((programs, columns), dtype=torch.float32) if needed else None for needed in needs[1:])
     # A pointer that the flags leave unused may be any.
     tensors = tuple(rstd if t is None else t for t in (dy, x, weight, mean, rstd, dx, dweight, dbias))
     numbers = (rows, columns, dy.stride(0), x.stride(0))
@@ -166,7 +164,5 @@ def norm_backward_triton(
     # Whatever stands in an unused place has rstd's alignment, which is not asked for where it belongs.
     key = (key_of(dy, x, weight, rstd), key_of_numbers(*numbers), constants)
     _launch_kernel(programs, key, tensors, numbers, constants, tile // (32 * _A_THREAD))
-    if not sums.shape[0]:
-        return dx, None, None
-    added = sums.sum(1)
-    return dx, added[0] if needs[1] else None, added[-1] if needs[2] else None
+    # Each in memory of its own: an operator's results must not share any, nor lie off the compiler's alignment.
+    return dx, None if dweight is None else dweight.sum(0), None if dbias is None else dbias.sum(0)

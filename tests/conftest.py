@@ -54,9 +54,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where Triton interprets, tests marked `interpreted` alone."""
-    others = [item for item in items if INTERPRETS and not item.get_closest_marker("interpreted")]
-    if others:
-        config.hook.pytest_deselected(items=others)
+    if INTERPRETS:
+        config.hook.pytest_deselected(items=[item for item in items if not item.get_closest_marker("interpreted")])
         items[:] = [item for item in items if item.get_closest_marker("interpreted")]
 
 

@@ -60,13 +60,13 @@ class CastingNorm(nn.Module):
         weight: Any = self.weight
         bias: Any = getattr(self, "bias", None)
         through = norm.through(handed_on_dtype(x))
-        if traced:
-            # (torch exports no checkpoint.)
-            if trains and plan.wgrad_fp8 and plan.keeps_input and not torch.compiler.is_exporting():
-                return _made_again(x, through, weight, bias)
-            return normalise(x, through, weight, bias)
-        if x.is_inference() or torch.is_inference_mode_enabled():
-            # Such a tensor does not tell whether it was written to, so that nobody could take codes made ahead.
+        again = trains and plan.wgrad_fp8 and plan.keeps_input
+        # (torch exports no checkpoint.)
+        if traced and again and not torch.compiler.is_exporting():
+            return _made_again(x, through, weight, bias)
+        if traced or x.is_inference() or torch.is_inference_mode_enabled():
+            # Compiled code hands on no codes; a tensor of inference does not tell whether it was written to, so that
+            # nobody could take codes made ahead.
             return normalise(x, through, weight, bias)
         return normalise_ahead(x, through, weight, bias, plan.input, trains and plan.wgrad_fp8 and not plan.keeps_input)
 

@@ -67,11 +67,12 @@ def one_column_reasons(x: Tensor) -> list[str]:
     return ["a matrix of one column: ptxas 12.8 miscompiles the conversion"] if x.shape[1] == 1 else []
 
 
-def format_reasons(format: Format) -> list[str]:
-    """Why the Triton twins do not write codes of a format; empty if they do."""
-    if format in (E4M3, E5M2):
-        return []
-    return [f"format {format.name}: NVIDIA's conversion instructions write E4M3 and E5M2"]
+def cast_reasons(x: Tensor, format: Format) -> list[str]:
+    """Why Triton twins do not cast a matrix x to a format; empty if they do."""
+    reasons = device_reasons(x.device) + one_column_reasons(x)
+    if format not in (E4M3, E5M2):
+        reasons.append(f"format {format.name}: NVIDIA's conversion instructions write E4M3 and E5M2")
+    return reasons
 
 
 def uses_triton(x: Tensor) -> bool:

@@ -29,14 +29,7 @@ from octavo.kernels.activation_backward_cast.reference import (
 from octavo.kernels.activations import GATED, check_activation
 from octavo.kernels.library import register
 from octavo.kernels.operands import check_matrix, check_scale, check_through, fake_codes, merge, one_part, present
-from octavo.kernels.triton_support import (
-    device_reasons,
-    format_reasons,
-    one_column_reasons,
-    runs_inductor,
-    runs_on,
-    uses_triton,
-)
+from octavo.kernels.triton_support import cast_reasons, runs_inductor, runs_on, uses_triton
 
 
 class ActivationBackwardCastOutput(NamedTuple):
@@ -121,7 +114,7 @@ def activation_backward_output(
 
 def unsupported_reasons(x: Tensor, format: Format, activation: str = "relu") -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does. Halves count of a gated one."""
-    return device_reasons(x.device) + one_column_reasons(x[:, : _width(x, activation)]) + format_reasons(format)
+    return cast_reasons(x[:, : _width(x, activation)], format)
 
 
 def _inductor() -> Any:

@@ -35,7 +35,7 @@ from octavo.kernels.block_cast.reference import block_cast_reference
 from octavo.kernels.cast_transpose import CastOutput, ScaleRule
 from octavo.kernels.layout import padded
 from octavo.kernels.library import register
-from octavo.kernels.triton_support import device_reasons, format_reasons, one_column_reasons, runs_compiled, runs_on
+from octavo.kernels.triton_support import cast_reasons, runs_compiled, runs_on
 from octavo.scaling import Granularity, granularity_named
 
 
@@ -71,7 +71,7 @@ def block_cast(
 
 def unsupported_reasons(x: Tensor, format: Format) -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does."""
-    return device_reasons(x.device) + one_column_reasons(x) + format_reasons(format)
+    return cast_reasons(x, format)
 
 
 def _launch(

@@ -28,7 +28,7 @@ from octavo.kernels.cast_transpose.rule import ScaleRule
 from octavo.kernels.launcher import Prepared
 from octavo.kernels.layout import padded
 from octavo.kernels.library import register
-from octavo.kernels.triton_support import device_reasons, format_reasons, one_column_reasons, runs_compiled, runs_on
+from octavo.kernels.triton_support import cast_reasons, runs_compiled, runs_on
 
 _Outputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 _PREPARED = Prepared()
@@ -102,7 +102,7 @@ def cast_transpose(
 
 def unsupported_reasons(x: Tensor, format: Format) -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does."""
-    return device_reasons(x.device) + one_column_reasons(x) + format_reasons(format)
+    return cast_reasons(x, format)
 
 
 def _check(x: Tensor, rowwise: Tensor | None, columnwise: Tensor | None) -> None:

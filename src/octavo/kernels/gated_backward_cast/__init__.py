@@ -31,14 +31,7 @@ from octavo.kernels.gated_backward_cast.reference import (
 from octavo.kernels.gated_cast import check_gated
 from octavo.kernels.library import register
 from octavo.kernels.operands import check_matrix, check_scale, fake_codes, merge, one_part, present
-from octavo.kernels.triton_support import (
-    device_reasons,
-    format_reasons,
-    one_column_reasons,
-    runs_inductor,
-    runs_on,
-    uses_triton,
-)
+from octavo.kernels.triton_support import cast_reasons, runs_inductor, runs_on, uses_triton
 
 
 class GradientCodes(NamedTuple):
@@ -134,7 +127,7 @@ def gated_backward_output(
 
 def unsupported_reasons(gate: Tensor, format: Format) -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does."""
-    return device_reasons(gate.device) + one_column_reasons(gate) + format_reasons(format)
+    return cast_reasons(gate, format)
 
 
 def _check(

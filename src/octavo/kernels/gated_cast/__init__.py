@@ -25,14 +25,7 @@ from octavo.kernels.activations import PLAIN
 from octavo.kernels.gated_cast.reference import gated_cast_reference, gated_output_reference
 from octavo.kernels.library import register
 from octavo.kernels.operands import check_matrix, check_scale, check_through, fake_codes, merge, one_part, present
-from octavo.kernels.triton_support import (
-    device_reasons,
-    format_reasons,
-    one_column_reasons,
-    runs_inductor,
-    runs_on,
-    uses_triton,
-)
+from octavo.kernels.triton_support import cast_reasons, runs_inductor, runs_on, uses_triton
 
 
 class GatedCastOutput(NamedTuple):
@@ -109,7 +102,7 @@ def gated_output(gate: Tensor, up: Tensor, activation: str, dtype: torch.dtype) 
 
 def unsupported_reasons(gate: Tensor, format: Format) -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does."""
-    return device_reasons(gate.device) + one_column_reasons(gate) + format_reasons(format)
+    return cast_reasons(gate, format)
 
 
 def check_gated(operation: str, gate: Tensor, up: Tensor, activation: str, through: torch.dtype | None) -> None:

@@ -19,7 +19,7 @@ from octavo.kernels.grouped_cast.layout import Groups, capacity, groups_of
 from octavo.kernels.grouped_cast.reference import column_amax_reference, grouped_cast_reference
 from octavo.kernels.layout import padded
 from octavo.kernels.library import register
-from octavo.kernels.triton_support import device_reasons, format_reasons, one_column_reasons, runs_on
+from octavo.kernels.triton_support import cast_reasons, runs_on
 from octavo.scaling import multiplier_from_amax, scale_from_multiplier
 
 
@@ -82,7 +82,7 @@ def multipliers(given: Tensor, format: Format, rule: ScaleRule | None) -> tuple[
 
 def unsupported_reasons(x: Tensor, format: Format) -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does."""
-    return device_reasons(x.device) + one_column_reasons(x) + format_reasons(format)
+    return cast_reasons(x, format)
 
 
 def _launch_cast(

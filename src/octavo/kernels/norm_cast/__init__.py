@@ -30,7 +30,7 @@ from octavo.kernels.norm_cast.reference import (
     output_dtype,
 )
 from octavo.kernels.operands import check_matrix, check_scale, check_through, fake_codes, merge, one_part, present
-from octavo.kernels.triton_support import device_reasons, format_reasons, one_column_reasons, runs_on, uses_triton
+from octavo.kernels.triton_support import cast_reasons, runs_on, uses_triton
 
 
 class NormCastOutput(NamedTuple):
@@ -115,7 +115,7 @@ def norm_output(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | Non
 
 def unsupported_reasons(x: Tensor, format: Format) -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does."""
-    return device_reasons(x.device) + one_column_reasons(x) + format_reasons(format)
+    return cast_reasons(x, format)
 
 
 def _check(operation: str, x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> None:

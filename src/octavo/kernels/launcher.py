@@ -12,6 +12,7 @@ launcher itself is called.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from operator import methodcaller
 from typing import Any, ClassVar
@@ -41,6 +42,16 @@ def common_alignment(*numbers: Any) -> int:
     if not all(isinstance(number, int) and number >> 31 == 0 for number in numbers):
         return 1
     return next((a for a in (16, 8, 4, 2) if all(n % a == 0 and n != a for n in numbers)), 1)
+
+
+class WithOptions:
+    """A kernel that is compiled with options of Triton's, for `Launcher`."""
+
+    def __init__(self, kernel: Any, **options: Any) -> None:
+        self._kernel, self._options = kernel, options
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return functools.partial(self._kernel[grid], **self._options)
 
 
 class Key:

@@ -36,6 +36,16 @@ def device_reasons(device: torch.device) -> list[str]:
 
 
 @functools.cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def multiprocessors(x: Tensor) -> int:
+    """How many x's device has; on a CPU, where kernels are interpreted, 1."""
+    return _multiprocessors(x.device.index or 0) if x.is_cuda else 1
+
+
+@functools.cache
 def runs_on(index: int | None, format_name: str = E4M3.name) -> bool:
     """True if CUDA device `index` runs the Triton kernels, for codes of the format called so."""
     return format_name in (E4M3.name, E5M2.name) and not device_reasons(torch.device("cuda", index or 0))

@@ -9,15 +9,12 @@ No product is fused with a sum, so that dx is the reference's to the bit, given 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.launcher import Launcher
+from octavo.kernels.launcher import Launcher, WithOptions
 from octavo.kernels.norm_backward.reference import Gradients
 from octavo.kernels.norm_cast.norm import Norm
 from octavo.kernels.norm_cast.triton_functions import parameter
@@ -30,6 +27,7 @@ from octavo.kernels.tile import (
     rounded,
     with_contiguous_rows,
 )
+from octavo.kernels.triton_support import multiprocessors
 
 # Elements of a tile, 16 a thread; wider rows are a tile each.
 _TILE = 4096
@@ -109,30 +107,14 @@ def norm_backward_kernel(
         tl.store(dbias + target, tl.sum(sums_bias, axis=0), mask=column < columns)
 
 
-class _WithOptions:
-    """A kernel that is compiled with options of Triton's."""
-
-    def __init__(self, kernel: Any, **options: Any) -> None:
-        self._kernel, self._options = kernel, options
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return functools.partial(self._kernel[grid], **self._options)
-
-
 # Products and sums stay apart; 512 threads fit on a multiprocessor.
 OPTIONS = {"enable_fp_fusion": False, "maxnreg": 128}
-_launch_kernel = Launcher(_WithOptions(norm_backward_kernel, **OPTIONS))
-
-
-@functools.cache
-def _multiprocessors(index: int | None) -> int:
-    return torch.cuda.get_device_properties(index or 0).multi_processor_count
+_launch_kernel = Launcher(WithOptions(norm_backward_kernel, **OPTIONS))
 
 
 def _most_programs(x: Tensor, tile: int) -> int:
     """As many as run at once."""
-    multiprocessors = _multiprocessors(x.device.index) if x.is_cuda else 1
-    return multiprocessors * max(1, 2 * _TILE // tile)
+    return multiprocessors(x) * max(1, 2 * _TILE // tile)
 
 
 def norm_backward_triton(

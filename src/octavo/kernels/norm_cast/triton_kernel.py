@@ -14,8 +14,7 @@ No product is fused with a sum, so that codes are the reference's to the bit, gi
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from octavo.formats import E4M3, Format
 from octavo.kernels.codes import CODE_DTYPES
-from octavo.kernels.launcher import Launcher
+from octavo.kernels.launcher import Launcher, WithOptions
 from octavo.kernels.layout import padded
 from octavo.kernels.norm_cast.norm import Norm
 from octavo.kernels.norm_cast.reference import Result, output_dtype
@@ -38,6 +37,7 @@ from octavo.kernels.tile import (
     store_codes,
     with_contiguous_rows,
 )
+from octavo.kernels.triton_support import multiprocessors
 
 
 class Block(NamedTuple):
@@ -166,19 +166,9 @@ def norm_cast_kernel(
             tl.store(amaxes + program, largest)
 
 
-class _WithOptions:
-    """A kernel that is compiled with options of Triton's."""
-
-    def __init__(self, kernel: Any, **options: Any) -> None:
-        self._kernel, self._options = kernel, options
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return functools.partial(self._kernel[grid], **self._options)
-
-
 # Products and sums stay apart; two programs of 8 warps fit on a multiprocessor.
 OPTIONS = {"enable_fp_fusion": False, "maxnreg": 128}
-_launch_kernel = Launcher(_WithOptions(norm_cast_kernel, **OPTIONS))
+_launch_kernel = Launcher(WithOptions(norm_cast_kernel, **OPTIONS))
 
 
 # codes, codes_t, output, mean, rstd, scale_used, amaxes: what a launch writes, None for what is not wanted.
@@ -187,20 +177,14 @@ Written = tuple[
 ]  # fmt: skip
 
 
-@functools.cache
-def _multiprocessors(index: int | None) -> int:
-    return torch.cuda.get_device_properties(index or 0).multi_processor_count
-
-
 def _cast_block(x: Tensor) -> tuple[Block, int]:
     """The block for a matrix, and how many programs take turns with them."""
     rows, columns = x.shape
-    multiprocessors = _multiprocessors(x.device.index) if x.is_cuda else 1
     block = next(block for bytes, block in _CAST_BLOCKS.items() if columns * x.element_size() <= bytes)
-    if rows < _FEW_ROWS * multiprocessors and block.rows > _CAST_FEW.rows:
+    if rows < _FEW_ROWS * multiprocessors(x) and block.rows > _CAST_FEW.rows:
         block = _CAST_FEW
     groups = -(-rows // block.rows)
-    return block, min(groups, block.programs * multiprocessors) if block.programs else groups
+    return block, min(groups, block.programs * multiprocessors(x)) if block.programs else groups
 
 
 def _launch(

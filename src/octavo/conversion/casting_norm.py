@@ -61,8 +61,7 @@ class CastingNorm(nn.Module):
         bias: Any = getattr(self, "bias", None)
         through = norm.through(handed_on_dtype(x))
         again = trains and plan.wgrad_fp8 and plan.keeps_input
-        # (torch exports no checkpoint.)
-        if traced and again and not torch.compiler.is_exporting():
+        if traced and again and not _is_exporting():
             return _made_again(x, through, weight, bias)
         if traced or x.is_inference() or torch.is_inference_mode_enabled():
             # Compiled code hands on no codes; a tensor of inference does not tell whether it was written to, so that
@@ -119,6 +118,12 @@ def casting_class(kind: type[nn.Module]) -> type[CastingNorm]:
 def _has_kernels(x: Any) -> bool:
     """True if code that is being traced normalises rows of x by kernels, forward and backward."""
     return isinstance(x, Tensor) and x.is_cuda and runs_compiled(x.device.index) and 1 < x.shape[-1] <= _WIDEST
+
+
+def _is_exporting() -> bool:
+    """True while code is traced for `torch.export`, which has no checkpoints."""
+    # `torch.compiler.is_exporting` is True in all code that torch 2.11 traces.
+    return torch.compiler._is_exporting_flag
 
 
 def _made_again(*arguments: Any) -> Any:

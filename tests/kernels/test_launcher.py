@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.kernels.launcher import Key, Launcher, common_alignment, specialization
+from octavo.kernels.launcher import Key, Launch, Launcher, common_alignment, specialization
 
 NUMBERS = [0, 1, 2, 3, 15, 16, 17, 31, 32, 48, 4096, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**31 + 16, 2**40 + 1]
 
@@ -178,3 +178,30 @@ def test_the_interpreter_runs_every_call_through_triton() -> None:
         launch(2, "key", (torch.ones(2),), (5,), (True,), 4)
     assert len(kernel.compiled) == 3
     assert kernel.launched == []
+
+
+@pytest.mark.usefixtures("cards")
+def test_a_launch_asks_its_launcher_once_and_enters_the_variant_then() -> None:
+    kernel = FakeKernel()
+    launcher = Launcher(kernel)
+    launch = Launch(launcher, 0, 5, "key", (7,), ("constant",), 4)
+    for address in (16, 32, 48):
+        launch((fake_tensor(address),))
+    assert len(kernel.compiled) == 1
+    # The first ran as it was compiled.
+    assert [(grid, rest) for *_, grid, rest in kernel.launched] == [
+        ((5, 1, 1), (address, 7, "constant")) for address in (32, 48)
+    ]
+    # Another of the same key finds what was compiled.
+    Launch(launcher, 0, 2, "key", (7,), ("constant",), 4)((fake_tensor(64),))
+    assert len(kernel.compiled) == 1
+    assert kernel.launched[-1][-2:] == ((2, 1, 1), (64, 7, "constant"))
+
+
+@pytest.mark.usefixtures("cards")
+def test_a_launch_under_the_interpreter_asks_its_launcher_each_time() -> None:
+    kernel = FakeKernel(interpreted=True)
+    launch = Launch(Launcher(kernel), 0, 5, "key", (), (), 4)
+    for _ in range(3):
+        launch((fake_tensor(16),))
+    assert len(kernel.compiled) == 3

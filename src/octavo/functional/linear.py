@@ -127,7 +127,8 @@ class _Linear(torch.autograd.Function):
             count(plan, "dgrad", None, None)
             dx = rows @ in_high_precision(w_high, rows.dtype)
         if dx is not None:
-            dx = (dx if len(x_shape) == 2 else dx.reshape(x_shape)).to(x_dtype)
+            dx = dx if len(x_shape) == 2 else dx.reshape(x_shape)
+            dx = dx if dx.dtype is x_dtype else dx.to(x_dtype)
         # 3. wgrad.  [N, M] @ [M, K] -> [N, K]
         if wgrad_fp8 and codes is not None:
             dy_codes, dy_scale = codes.column_wise

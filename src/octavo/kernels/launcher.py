@@ -22,6 +22,8 @@ from torch import Tensor
 
 _address = methodcaller("data_ptr")
 _MOST_PREPARED = 1024
+# What launches a compiled variant, and arguments that it takes.
+Entry = tuple[Callable[..., Any], tuple[Any, ...]]
 # Whose launcher `_entry` knows.
 _TRITON = "3.6."
 
@@ -89,7 +91,7 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._variants: dict[Hashable, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+        self._variants: dict[Hashable, Entry] = {}
 
     def __call__(
         self,
@@ -99,8 +101,10 @@ class Launcher:
         numbers: tuple[int, ...],
         constants: tuple[Any, ...],
         warps: int,
-    ) -> None:
+    ) -> Entry | None:
         """Launch `programs` programs (1 or more, of so many warps) on the current stream of the tensors' device.
+
+        What `_entry` gives of the variant is returned; None under Triton's interpreter.
 
         Args:
             programs: at least 1.
@@ -111,23 +115,61 @@ class Launcher:
         index = tensors[0].get_device()
         if index >= 0 and index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
-                self(programs, key, tensors, numbers, constants, warps)
-            return
+                return self(programs, key, tensors, numbers, constants, warps)
         full_key = (index, warps, key)
         entry = self._variants.get(full_key)
         if entry is None:
             # Under Triton's interpreter there is no variant to keep.
             variant = self._kernel[(programs,)](*tensors, *numbers, *constants, num_warps=warps)
-            if variant is not None:
-                self._variants[full_key] = _entry(variant)
-            return
+            if variant is None:
+                return None
+            entry = self._variants[full_key] = _entry(variant)
+            return entry
         launch, about = entry
         stream = torch._C._cuda_getCurrentRawStream(index)
         # Of a tensor the launcher would ask the driver where it lies; an address it takes as it is.
         launch(programs, 1, 1, stream, *about, *map(_address, tensors), *numbers, *constants)
+        return entry
 
 
-def _entry(variant: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+class Launch:
+    """A launch that is made again and again, with other tensors and nothing else changed.
+
+    Args:
+        launcher: of the kernel.
+        index: the CUDA device of the tensors.
+        programs, key, numbers, constants, warps: as of `Launcher`.
+    """
+
+    __slots__ = ("_entry", "_index", "_launcher", "_which", "_with")
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        index: int,
+        programs: int,
+        key: Hashable,
+        numbers: tuple[int, ...],
+        constants: tuple[Any, ...],
+        warps: int,
+    ) -> None:
+        self._launcher, self._index = launcher, index
+        self._which, self._with = (programs, key), (numbers, constants, warps)
+        self._entry: Entry | None = None
+
+    def __call__(self, tensors: tuple[Tensor, ...]) -> None:
+        """Launch on the current stream of the device, which must be the current one."""
+        programs, key = self._which
+        numbers, constants, warps = self._with
+        if self._entry is None:
+            self._entry = self._launcher(programs, key, tensors, numbers, constants, warps)
+            return
+        launch, about = self._entry
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        launch(programs, 1, 1, stream, *about, *map(_address, tensors), *numbers, *constants)
+
+
+def _entry(variant: Any) -> Entry:
     """What launches a compiled variant, and the arguments between the stream and those of the kernel.
 
     These end with Triton's metadata of a launch and its two hooks, none of which there is.

@@ -14,7 +14,7 @@ from octavo.bench.timing import Call, Measure, interleaved
 FORWARD, BOTH = "forward", "forward+backward"
 _WARM_UP_CALLS = 10
 # Rounds take about so long; one of all rivals takes half a second on a slow host.
-_MEASURING_S = 4.0
+_MEASURING_S = 8.0
 
 
 def measure_host(session: Session) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from octavo.kernels.allocation import new_on
 from octavo.kernels.amax.packed_kernel import atomic_max, is_packed, packed_amax_kernel, packed_arguments
-from octavo.kernels.launcher import Key, Launcher, common_alignment
+from octavo.kernels.launcher import Key, Launch, Launcher, common_alignment
 from octavo.kernels.layout import padded
 
 # Elements of a block of a whole matrix: 32 a thread, four 16-byte loads of bf16 in flight.
@@ -124,22 +124,24 @@ _launch_packed = Launcher(packed_amax_kernel)
 class PreparedPartial:
     """The launch for all x that are equal in what `prepared_partial` asks of its own."""
 
-    __slots__ = ("constants", "index", "key", "made", "numbers")
+    __slots__ = ("index", "launch", "made", "new")
 
     def __init__(self, x: Tensor) -> None:
         self.index = x.get_device()
-        self.numbers, self.constants = _partial_arguments(x)
-        wide = tuple(number >> 31 for number in self.numbers)
-        self.key = Key.of(x.dtype, x.data_ptr() % 16 == 0, wide, self.constants)
-        self.made = (self.constants[-1],), (1,), torch.float32
+        self.new = new_on(self.index)
+        numbers, constants = _partial_arguments(x)
+        wide = tuple(number >> 31 for number in numbers)
+        key = Key.of(x.dtype, x.data_ptr() % 16 == 0, wide, constants)
+        self.launch = Launch(_launch_partial, self.index, constants[-1], key, numbers, constants, WARPS)
+        self.made = (constants[-1],), (1,), torch.float32
 
     def __call__(self, x: Tensor) -> Tensor:
         """As `partial_amax_triton`."""
         if self.index >= 0 and self.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.index):
                 return self(x)
-        out = new_on(self.index)(*self.made)
-        _launch_partial(self.constants[-1], self.key, (x, out), self.numbers, self.constants, WARPS)
+        out = self.new(*self.made)
+        self.launch((x, out))
         return out
 
 
@@ -166,7 +168,7 @@ class PreparedByRowAndColumn:
     By row and by column begin as zeros of one fill; the second where its alignment is that of a tensor of its own.
     """
 
-    __slots__ = ("apart", "columns", "constants", "index", "key", "launch", "numbers", "programs", "rows")
+    __slots__ = ("apart", "columns", "index", "launch", "rows")
 
     def __init__(self, x: Tensor, row: bool, column: bool, apart: bool) -> None:
         packed = is_packed(x)
@@ -175,11 +177,12 @@ class PreparedByRowAndColumn:
         self.rows, self.columns = (
             extent if wanted else 0 for extent, wanted in zip(x.shape, (row, column), strict=True)
         )
-        self.launch = _launch_packed if packed else _launch_by_row_and_column
+        launcher = _launch_packed if packed else _launch_by_row_and_column
         arguments = packed_arguments if packed else _loop_arguments
-        self.programs, self.numbers, self.constants = arguments(x, row, column)
-        wide = tuple(number >> 31 for number in self.numbers)
-        self.key = Key.of(x.dtype, x.data_ptr() % 16 == 0, wide, self.constants)
+        programs, numbers, constants = arguments(x, row, column)
+        wide = tuple(number >> 31 for number in numbers)
+        key = Key.of(x.dtype, x.data_ptr() % 16 == 0, wide, constants)
+        self.launch = Launch(launcher, self.index, programs, key, numbers, constants, _WARPS_BY_ROW_AND_COLUMN)
 
     def __call__(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """As `amax_by_row_and_column_triton`."""
@@ -187,8 +190,7 @@ class PreparedByRowAndColumn:
             with torch.cuda.device(self.index):
                 return self(x)
         by_row, by_column = self._zeros()
-        tensors = (x, x if by_row is None else by_row, x if by_column is None else by_column)
-        self.launch(self.programs, self.key, tensors, self.numbers, self.constants, _WARPS_BY_ROW_AND_COLUMN)
+        self.launch((x, x if by_row is None else by_row, x if by_column is None else by_column))
         return by_row, by_column
 
     def _zeros(self) -> tuple[Tensor | None, Tensor | None]:

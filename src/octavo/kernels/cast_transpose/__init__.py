@@ -131,7 +131,8 @@ def _launch(
         _check(x, rowwise, columnwise)
         return cast_transpose_reference(x, format, rowwise, columnwise, rule, gathered, inf_to_nan, column_sum)
     shared = columnwise is rowwise
-    # All that decides on what runs, but for the values of the tensors, and where scales and amaxes lie.
+    # All that decides on what runs, but for the values of the tensors, and where scales and amaxes lie: of those, a
+    # single number is what it is.
     key = (
         x.dtype,
         x.shape,
@@ -145,10 +146,8 @@ def _launch(
         column_sum,
         torch.cuda.is_current_stream_capturing(),
         shared,
-        None if rowwise is None else rowwise.shape,
-        rowwise is None or rowwise.is_contiguous(),
-        None if shared or columnwise is None else columnwise.shape,
-        shared or columnwise is None or columnwise.is_contiguous(),
+        None if rowwise is None else rowwise.dim() and (rowwise.shape, rowwise.is_contiguous()),
+        None if shared or columnwise is None else columnwise.dim() and (columnwise.shape, columnwise.is_contiguous()),
     )
     cast = _PREPARED.get(key)
     if cast is None:

@@ -18,7 +18,7 @@ from octavo.kernels.allocation import New, new_on
 from octavo.kernels.cast_transpose.rule import ScaleRule
 from octavo.kernels.cast_transpose.triton_kernel import cast_transpose_kernel as cast_transpose_kernel
 from octavo.kernels.codes import CODE_DTYPES, INTERPRETED
-from octavo.kernels.launcher import Key, Launcher, common_alignment
+from octavo.kernels.launcher import Key, Launch, Launcher, common_alignment
 from octavo.kernels.layout import padded
 from octavo.kernels.sum_kernel import joined_sums
 from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
@@ -245,14 +245,16 @@ class PreparedCast:
     Called with tensors, it makes what is written and launches.
     """
 
-    __slots__ = ("index", "key", "layout")
+    __slots__ = ("index", "launch", "layout", "new")
 
     def __init__(self, x: Tensor, flags: _Flags) -> None:
         self.index = x.get_device()
+        self.new = new_on(self.index)
         rows, columns = x.shape
-        self.layout = _layout(rows, columns, x.stride(0), flags)
-        wide = tuple(number >> 31 for number in self.layout.numbers)
-        self.key = Key.of(x.dtype, x.data_ptr() % 16 == 0, wide, flags.format, self.layout.constants)
+        self.layout = layout = _layout(rows, columns, x.stride(0), flags)
+        wide = tuple(number >> 31 for number in layout.numbers)
+        key = Key.of(x.dtype, x.data_ptr() % 16 == 0, wide, flags.format, layout.constants)
+        self.launch = Launch(_launch_kernel, self.index, layout.programs, key, layout.numbers, layout.constants, WARPS)
 
     def __call__(
         self, x: Tensor, rowwise: Tensor | None, columnwise: Tensor | None, gathered: Tensor | None
@@ -263,8 +265,8 @@ class PreparedCast:
             with torch.cuda.device(index):
                 return self(x, rowwise, columnwise, gathered)
         layout = self.layout
-        outputs, tensors = _arguments(layout, new_on(index), x, rowwise, columnwise, gathered)
-        _launch_kernel(layout.programs, self.key, tensors, layout.numbers, layout.constants, WARPS)
+        outputs, tensors = _arguments(layout, self.new, x, rowwise, columnwise, gathered)
+        self.launch(tensors)
         if layout.sums is None:
             return outputs
         codes, scale, codes_t, scale_t, sums = outputs

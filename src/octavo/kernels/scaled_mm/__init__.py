@@ -104,6 +104,9 @@ def _launch(
                 scale_a = scale_a.clone()
             if scale_b.data_ptr() % SCALE_ALIGNMENT:
                 scale_b = scale_b.clone()
+            if bias is None and scale_b.dim() == 0:
+                # What `scaled_mm_native` would do, of the commonest products without another call.
+                return torch._scaled_mm(a, b.t(), scale_a, scale_b, None, None, out_dtype, accumulate == "fast")
             return scaled_mm_native(a, b, scale_a, scale_b, bias, out_dtype, accumulate)
     return scaled_mm_reference(a, b, scale_a, scale_b, bias, out_dtype, accumulate)
 

@@ -110,8 +110,12 @@ def check_updates(checks: Checks, device: str) -> None:
             last[:4] = torch.tensor([0.0, float("inf"), float("nan"), 1e-40], device=device)
             mismatches = 0
             for algorithm in ("max", "most_recent"):
-                for margin, largest in ((0, 448.0), (3, 57344.0)):
-                    arguments = (history, scale, last, largest, margin, algorithm)
+                for margin, maxima, first in (
+                    (0, (448.0, 448.0), 200),
+                    (3, (57344.0, 448.0), 3),
+                    (0, (448.0, 57344.0), 0),
+                ):
+                    arguments = (history, scale, last, maxima, first, margin, algorithm)
                     found, expected = delayed_update(*arguments), delayed_update_reference(*arguments)
                     mismatches += sum(differing(a.contiguous(), b) for a, b in zip(found, expected, strict=True))
             return {"mismatches": mismatches}

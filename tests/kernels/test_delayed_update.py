@@ -14,6 +14,7 @@ from octavo.kernels.delayed_update import delayed_update, delayed_update_referen
 pytest.importorskip("triton")
 
 LENGTHS = [1, 2, 3, 16, 100, 1024]
+CASES = [(0, (448.0, 448.0), 32), (3, (57344.0, 448.0), 32), (-2, (448.0, 57344.0), 0), (1, (448.0, 57344.0), 19)]
 LASTS = [0.0, 1.0, 3.5, 1e-30, 3e38, math.inf, math.nan, 5e-324]
 
 
@@ -33,9 +34,9 @@ def agree(length: int, device: str, strided: bool) -> None:
     given = torch.stack([scale] * 4, 1)[:, 0] if strided else scale
     before = history.clone()
     for algorithm in ("max", "most_recent"):
-        for margin, largest in ((0, 448.0), (3, 57344.0), (-2, 448.0)):
-            expected = delayed_update_reference(history, scale, last, largest, margin, algorithm)  # type: ignore[arg-type]
-            found = delayed_update_triton(history, given, last, largest, margin, algorithm)
+        for margin, maxima, first in CASES:
+            expected = delayed_update_reference(history, scale, last, maxima, first, margin, algorithm)  # type: ignore[arg-type]
+            found = delayed_update_triton(history, given, last, maxima, first, margin, algorithm)
             for a, b in zip(found, expected, strict=True):
                 assert torch.equal(a.contiguous().view(torch.int32), b.view(torch.int32))
             assert found[1].stride(0) * found[1].element_size() == 16
@@ -63,7 +64,7 @@ def test_what_the_reference_takes_over_is_said() -> None:
     assert "0 windows" in unsupported_reasons(history[:0], "max")[-1]
     assert "16385" in unsupported_reasons(torch.zeros(1, 16385), "max")[-1]
     assert unsupported_reasons(history, "max") == ["the tensor is on cpu: Triton kernels need a CUDA device"]
-    new_history, scale = delayed_update(history, torch.ones(2), torch.tensor([2.0, 0.0]), 448.0, 0, "max")
+    new_history, scale = delayed_update(history, torch.ones(2), torch.tensor([2.0, 0.0]), (448.0, 448.0), 2, 0, "max")
     assert new_history.tolist() == [[0, 0, 0, 2], [0, 0, 0, 0]]
     assert scale.tolist() == [torch.tensor(2.0).div(448).item(), 1.0]
 
@@ -77,9 +78,9 @@ def test_it_compiles_for_hopper_and_divides_exactly(length: int) -> None:
     from octavo.kernels.delayed_update.triton_kernel import delayed_update_kernel as kernel
 
     names = kernel.arg_names
-    types = dict.fromkeys(names[:5], "*fp32") | {"length": "i32", "stride_scale": "i32"}
-    constants = {"MOST_RECENT": False, "HEADROOM": 1.0, "FORMAT_MAX": 448.0, "SMALLEST": 2.0**-126, "LARGEST": 2.0**126}
-    constants |= {"GAP": 4, "BLOCK": length}
+    types = dict.fromkeys(names[:5], "*fp32") | dict.fromkeys(("length", "stride_scale", "first"), "i32")
+    constants = {"MOST_RECENT": False, "HEADROOM": 1.0, "FIRST_MAX": 448.0, "OTHER_MAX": 57344.0}
+    constants |= {"SMALLEST": 2.0**-126, "LARGEST": 2.0**126, "GAP": 4, "BLOCK": length}
     source = ASTSource(
         fn=kernel,
         signature={name: types.get(name, "constexpr") for name in names},

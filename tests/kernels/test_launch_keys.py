@@ -19,6 +19,7 @@ from octavo.formats import E4M3, E5M2
 from octavo.kernels.amax import triton_kernel as amax_kernels
 from octavo.kernels.cast_transpose import launch as cast_kernels
 from octavo.kernels.cast_transpose import unsupported_reasons
+from octavo.kernels.delayed_update import triton_kernel as update_kernels
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(1, 1), (1, 16), (16, 1), (7, 13), (16, 16), (17, 32), (64, 48), (5, 1), (1, 17)]
@@ -119,6 +120,17 @@ def test_the_number_of_rows_makes_no_variant(monkeypatch: pytest.MonkeyPatch) ->
     kernel = amax_kernels.amax_by_row_and_column_kernel
     launches = launches_of(monkeypatch, amax_kernels, "_launch_by_row_and_column", both)
     assert len(assert_keys_decide(kernel, launches)) == 1
+
+
+def test_how_many_operands_are_of_which_format_makes_no_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call() -> None:
+        for first, number in ((1, 2), (2, 3), (16, 24), (256, 384)):
+            history, ones = torch.zeros(number, 16), torch.ones(number)
+            update_kernels.delayed_update_triton(history, ones, ones, (448.0, 57344.0), first, 0, "max")
+
+    launches = launches_of(monkeypatch, update_kernels, "_launch_kernel", call)
+    assert len(assert_keys_decide(update_kernels.delayed_update_kernel, launches)) == 1
+    assert len({launch.key for launch in launches}) == 1
 
 
 def test_extents_make_variants_by_their_common_alignment_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from octavo.tensor import OperandState, close_step, operand_state
 
 
 def updated(state: OperandState, scale: float, history: list[float]) -> None:
-    close_step([state], [torch.tensor(history)], [torch.tensor(scale)], [True])
+    close_step([state], torch.tensor([history]), [torch.tensor(scale)], [True])
 
 
 def test_a_forward_scale_is_swapped_by_name() -> None:
@@ -113,7 +113,7 @@ def test_a_step_closes_for_several_operands_at_once_each_with_its_own(late_bound
         state.from_data = True
         state.gather(torch.tensor(float(number + 1)))
     scales = torch.tensor([2.0, 3.0, 4.0]).unbind()
-    close_step(states, torch.tensor([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0]]).unbind(), scales, [True, False, True])
+    close_step(states, torch.tensor([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0]]), scales, [True, False, True])
     assert [state.scale.item() for state in states] == [2.0, 3.0, 4.0]
     assert [state.history.tolist() for state in states] == [[0.0, 1.0], [0.0, 2.0], [0.0, 3.0]]
     assert [state.gathered.item() for state in states] == [0.0] * 3
@@ -137,7 +137,7 @@ def test_a_scale_is_unknown_until_something_was_gathered() -> None:
     state = OperandState()
     state.measure_next()
     for gathered in (False, True):
-        close_step([state], [torch.zeros(1)], [torch.ones(())], [gathered])
+        close_step([state], torch.zeros(1, 1), [torch.ones(())], [gathered])
         assert state.from_data != gathered
         assert state.closed_before
 
@@ -148,11 +148,8 @@ def test_copies_are_equal_and_independent(copied) -> None:
     updated(state, 4.0, [0.0, 1.0])
     state.gather(torch.tensor(2.0))
     other = copied(state)
-    assert {k: torch.equal(v, getattr(other, k)) for k, v in vars(state).items() if isinstance(v, torch.Tensor)} == {
-        "scale": True,
-        "gathered": True,
-        "history": True,
-    }
+    for name in ("scale", "gathered", "history"):
+        assert torch.equal(getattr(state, name), getattr(other, name)), name
     assert (other.late_bound, other.from_data) == (True, False)
     updated(other, 9.0, [0.0, 2.0])
     other.gather(torch.tensor(5.0))

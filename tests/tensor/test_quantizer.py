@@ -62,7 +62,7 @@ def test_a_delayed_quantizer_uses_the_past_and_gathers_the_present() -> None:
         assert operand.scale.item() == operand.scale_t.item() == 0.5
         assert decoded(operand.codes, operand.scale, 16, 16)[0, 0] == amax
     assert state.gathered.item() == 7.0
-    close_step([state], [torch.tensor([0.0])], [torch.tensor(3.0)], [True])
+    close_step([state], torch.zeros(1, 1), [torch.tensor(3.0)], [True])
     assert operand.scale.item() == operand.scale_t.item() == 0.5, "an update leaves what was cast before it alone"
     assert state.scale.item() == 3.0
     state.gathered.fill_(7.0)

@@ -19,6 +19,7 @@ from octavo.recipes import DelayedUpdate, Recipe
 from octavo.runtime.given_model import check_model
 from octavo.runtime.layer_state import LayerState, registered_states, states_of
 from octavo.tensor import OperandState, close_step, stays_in_place
+from octavo.tensor.operand_state import histories_of
 
 
 class Agreement(Protocol):
@@ -56,12 +57,15 @@ def set_agreement(agreement: Agreement) -> None:
     _Collective.agreement = agreement
 
 
-class _Kind(NamedTuple):
+class _Rule(NamedTuple):
+    """What the operands of one update have in common."""
+
     device: torch.device
-    late_bound: bool
-    captured: bool
-    format_max: float
     update: DelayedUpdate
+
+
+# By rule, then by the largest value of their format.
+_Grouped = dict[_Rule, dict[float, list[OperandState]]]
 
 
 def end_step(context: object, group: object | None = None, recipe: Recipe | None = None) -> None:
@@ -112,73 +116,83 @@ def update_scales(model: nn.Module, group: object | None = None) -> None:
 @torch.no_grad()
 def update_states(states: list[LayerState], group: object | None, otherwise: Recipe | None = None) -> None:
     """One update of these states; `otherwise` is the recipe of those that have not run."""
-    agreement = _Collective.agreement
     # A layer that has not run has no name by which an override could be looked up.
     if otherwise is not None and (otherwise.delayed is None or otherwise.overrides):
         otherwise = None
+    grouped = _grouped(states, otherwise)
+    agreed = _agreed(states, grouped, group)
+    for rule, by_format in grouped.items():
+        formats = [one for one in by_format.items() if one[1]]
+        # One update takes two formats; delayed scaling knows no others than E4M3 and E5M2.
+        for begin in range(0, len(formats), 2):
+            _update(rule, formats[begin : begin + 2], agreed)
+
+
+def _grouped(states: list[LayerState], otherwise: Recipe | None) -> _Grouped:
+    """The operands of these states, each once, by what updates them; and the states begin a new step."""
+    grouped: _Grouped = {}
+    known: dict[tuple[int, torch.device], list[list[OperandState]]] = {}
     seen: set[int] = set()
-    known: dict[tuple[object, ...], list[tuple[list[OperandState], list[int]]]] = {}
-    kinds: dict[_Kind, list[OperandState]] = {}
-    positions: dict[_Kind, list[int]] = {}
-    for number, state in enumerate(states):
+    for state in states:
         recipe = state.recipe or otherwise
         if recipe is None or recipe.delayed is None:
             continue
         # By identity: a recipe hashes all of its fields each time.
-        made_for = id(recipe), state.device, *(operand.captured for operand in state.operands)
+        made_for = id(recipe), state.device
         if made_for not in known:
-            its_kinds = [
-                _Kind(state.device, operand.late_bound, operand.captured, spec.format.max, recipe.delayed)
-                for spec, operand in zip(recipe.linear[:3], state.operands, strict=True)
-            ]
-            known[made_for] = [(kinds.setdefault(kind, []), positions.setdefault(kind, [])) for kind in its_kinds]
-        for place, ((operands, places), operand) in enumerate(zip(known[made_for], state.operands, strict=True)):
-            if id(operand) in seen:
-                continue  # shared by layers on one input
-            seen.add(id(operand))
+            by_format = grouped.setdefault(_Rule(state.device, recipe.delayed), {})
+            known[made_for] = [by_format.setdefault(spec.format.max, []) for spec in recipe.linear[:3]]
+        for operands, operand in zip(known[made_for], state.operands, strict=True):
+            if operand.shared:
+                if id(operand) in seen:
+                    continue  # by layers on one input
+                seen.add(id(operand))
             operands.append(operand)
-            places.append(len(state.operands) * number + place)
         state.context = None
         state.stale_steps = 0
-    reduced = {kind: where for kind, where in positions.items() if kind.update.reduce_amax}
-    lasts = _agreed(states, reduced, agreement, group) if reduced and agreement.needed(group) else {}
-    for kind, operands in kinds.items():
-        _update_kind(kind, operands, lasts.get(kind))
+    return grouped
 
 
-def _agreed(
-    states: list[LayerState], positions: dict[_Kind, list[int]], agreement: Agreement, group: object | None
-) -> dict[_Kind, Tensor]:
-    """The gathered amaxes of each kind after one all-reduce for all kinds that ask for it.
+def _agreed(states: list[LayerState], grouped: _Grouped, group: object | None) -> dict[int, Tensor]:
+    """The amaxes after one all-reduce for all rules that ask for it, by the operands' identity.
 
     The vector has a place for every operand of every layer, whether or not it ran: it is as long on all ranks.
     """
-    device = next(iter(positions)).device
+    agreement = _Collective.agreement
+    agreeing = [rule for rule in grouped if rule.update.reduce_amax]
+    if not (agreeing and agreement.needed(group)):
+        return {}
+    device = agreeing[0].device
+    places: dict[int, int] = {}
+    for place, operand in enumerate(operand for state in states for operand in state.operands):
+        places.setdefault(id(operand), place)
     joined = [torch.zeros((), device=device)] * sum(len(state.operands) for state in states)
-    operands = [operand for state in states for operand in state.operands]
-    for where in positions.values():
-        for place in where:
-            joined[place] = operands[place].gathered.to(device)
+    chosen = [operand for rule in agreeing for operands in grouped[rule].values() for operand in operands]
+    for operand in chosen:
+        joined[places[id(operand)]] = operand.gathered.to(device)
     agreed = agreement.reduce(torch.stack(joined), group).unbind()
-    return {kind: torch.stack([agreed[place] for place in where]).to(kind.device) for kind, where in positions.items()}
+    return {id(operand): agreed[places[id(operand)]] for operand in chosen}
 
 
-def _update_kind(kind: _Kind, operands: list[OperandState], last: Tensor | None) -> None:
-    for operand in operands:
-        operand.resize(kind.update.amax_history_len)
-        # Layers that share it may run in several formats: the new scale is for this one.
-        operand.format_max = kind.format_max
-    last = torch.stack([operand.gathered for operand in operands]) if last is None else last
+def _update(rule: _Rule, formats: list[tuple[float, list[OperandState]]], agreed: dict[int, Tensor]) -> None:
+    """One update of operands of one format or of two."""
+    operands = [operand for _, members in formats for operand in members]
+    for format_max, members in formats:
+        for operand in members:
+            # Layers that share it may run in several formats: the new scale is for this one.
+            operand.format_max = format_max
+    last = torch.stack([agreed.get(id(operand), operand.gathered) for operand in operands]).to(rule.device)
     took_part = _took_part(operands, last)
     history, scale = delayed_update(
-        torch.stack([operand.history for operand in operands]),
+        histories_of(operands, rule.update.amax_history_len),
         torch.stack([operand.scale for operand in operands]),
         last,
-        kind.format_max,
-        kind.update.margin,
-        kind.update.algorithm,
+        (formats[0][0], formats[-1][0]),
+        len(formats[0][1]),
+        rule.update.margin,
+        rule.update.algorithm,
     )
-    close_step(operands, history.unbind(), _apart(scale), took_part)
+    close_step(operands, history, _apart(scale), took_part)
 
 
 def _took_part(operands: list[OperandState], last: Tensor) -> list[bool]:

@@ -9,6 +9,9 @@ Three rules keep it right under autograd, the compiler and checkpointing:
 - The scale of a gradient is written in place, past autograd's version counter (`Tensor.data`): the backward of a step
   is meant to see the update made at the end of that step's forward, in eager and in compiled code alike.
 - Amaxes gather by max into one small tensor of fixed identity. 0 means that nothing was gathered.
+
+An update leaves the histories of all its operands in one table [n, L]. Where the next one is of the same operands in
+the same order, it takes the table as it is; a row of it is looked up only for who asks for one history.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ class OperandState:
         scale: [], value = code * scale.
         gathered: [], the amax of the current step so far.
         history: [L]; position 0 is unused here and stands for `gathered` in a state dict.
+        table, row: the history is this row of a table, which holds those of other operands too; or None.
         late_bound: the operand is a gradient, see the module.
         from_data: the scale is not known yet: measure it from the data until the next update.
         is_known: the state came from a state dict.
@@ -41,7 +45,9 @@ class OperandState:
 
     scale: Tensor
     gathered: Tensor
-    history: Tensor
+    table: Tensor | None
+    row: int
+    _history: Tensor | None
     shared: bool = False
 
     def __init__(self, device: torch.device | None = None, *, late_bound: bool = False) -> None:
@@ -66,6 +72,24 @@ class OperandState:
         self.gathered = torch.zeros((), dtype=torch.float32, device=device)
         self.history = torch.zeros(1, dtype=torch.float32, device=device)
         self._mark_fixed()
+
+    @property
+    def history(self) -> Tensor:
+        """[L]; see the class."""
+        if self._history is None:
+            assert self.table is not None, "left there by an update"
+            self._history = self.table[self.row]
+        return self._history
+
+    @history.setter
+    def history(self, history: Tensor) -> None:
+        self._history = history
+        self.table, self.row = None, 0
+
+    def take_row(self, table: Tensor, row: int) -> None:
+        """Have row `row` of a table [n, L] for its history."""
+        self.table, self.row = table, row
+        self._history = None
 
     def _mark_fixed(self) -> None:
         """Tell the compiler's CUDA graphs which tensors stay where they are, so that they may be written to."""
@@ -120,7 +144,9 @@ class OperandState:
         Raises:
             RuntimeError: it is captured in a CUDA graph with the length that it has.
         """
-        if self.captured and length != self.history.shape[0]:
+        if length == self.history.shape[0]:
+            return
+        if self.captured:
             raise RuntimeError(
                 f"amax_history_len is {length}, and a CUDA graph was captured with {self.history.shape[0]}: go on with"
                 " the recipe of the capture, or convert the model anew and capture it again"
@@ -178,34 +204,74 @@ class OperandState:
         self._mark_fixed()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "captured": False}
+        # A history of its own: the table holds those of other layers too.
+        state = {**self.__dict__, "captured": False, "history": self.history.clone()}
+        for name in ("table", "row", "_history"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
-def close_step(operands: Sequence[OperandState], histories: Tensors, scales: Tensors, gathered: Sequence[bool]) -> None:
+def histories_of(operands: Sequence[OperandState], length: int) -> Tensor:
+    """[n, L], with each history of this length: the table that the last update left, if it was of these operands."""
+    table = _table_of(operands)
+    if table is not None and table.shape[1] == length:
+        return table
+    for operand in operands:
+        operand.resize(length)
+    return torch.stack([operand.history for operand in operands])
+
+
+def _table_of(operands: Sequence[OperandState]) -> Tensor | None:
+    """The table that holds the histories of these operands in their order, and no others; or None."""
+    table = operands[0].table
+    if table is None or table.shape[0] != len(operands):
+        return None
+    together = all(operand.table is table and operand.row == row for row, operand in enumerate(operands))
+    return table if together else None
+
+
+def close_step(operands: Sequence[OperandState], histories: Tensor, scales: Tensors, gathered: Sequence[bool]) -> None:
     """Take over the results of an update, each operand's, and begin to gather anew.
 
     Args:
-        operands: on one device, all late bound or none, all captured or none.
-        histories, scales: what the update made, [L] and [] each.
+        operands: on one device; late bound or not, captured or not.
+        histories, scales: what the update made, [n, L] and n of [].
         gathered: whether the operand took part in the update.
     """
-    capturing = stays_in_place()
-    fixed = capturing or operands[0].captured
-    if fixed:
-        torch._foreach_copy_([operand.history for operand in operands], histories)
-    if fixed or operands[0].late_bound:
-        torch._foreach_copy_([operand.scale.data for operand in operands], scales)
-    for operand, history, scale, took_part in zip(operands, histories, scales, gathered, strict=True):
-        if not fixed:
-            operand.history = history
-        if not (fixed or operand.late_bound):
-            operand.scale = scale
-        if capturing:
+    if stays_in_place():
+        for operand in operands:
             # Also where compiled code casts, which does not tell.
             operand.captured = True
+    fixed, values = _histories_in_place(operands, histories)
+    for row, (operand, scale, took_part) in enumerate(zip(operands, scales, gathered, strict=True)):
+        if not operand.captured:
+            operand.take_row(histories, row)
+        if operand.captured or operand.late_bound:
+            fixed.append(operand.scale.data)
+            values.append(scale)
+        else:
+            operand.scale = scale
         operand.from_data = operand.from_data and not took_part
         operand.closed_before = True
+    if fixed:
+        torch._foreach_copy_(fixed, values)
     torch._foreach_zero_([operand.gathered.data for operand in operands])
+
+
+def _histories_in_place(operands: Sequence[OperandState], histories: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Where histories of captured operands are to be written and what; at once if they are a table."""
+    captured = [row for row, operand in enumerate(operands) if operand.captured]
+    if not captured:
+        return [], []
+    table = _table_of(operands) if len(captured) == len(operands) else None
+    if table is not None:
+        return [table], [histories]
+    rows = histories.unbind()
+    return [operands[row].history for row in captured], [rows[row] for row in captured]
 
 
 def stays_in_place() -> bool:

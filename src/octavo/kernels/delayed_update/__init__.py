@@ -2,6 +2,8 @@
 
     history' [n, L], scale' [n] = update(history [n, L], scale [n], last [n])
 
+The operands are of one format or of two: those of one come first. So forward operands and gradients are one launch.
+
 Nothing is written in place and nothing is read on the host: what a forward has read stays as it was.
 """
 
@@ -23,7 +25,8 @@ def delayed_update(
     history: Tensor,
     scale: Tensor,
     last: Tensor,
-    format_max: float,
+    maxima: tuple[float, float],
+    first: int,
     margin: int,
     algorithm: AmaxComputeAlgo,
 ) -> tuple[Tensor, Tensor]:
@@ -31,7 +34,8 @@ def delayed_update(
 
     Args:
         history, scale, last: float32 [n, L], [n], [n].
-        format_max: M of the operands' format.
+        maxima: M of the format of the first `first` operands, and of that of the others.
+        first: 0 … n.
         margin: headroom of 2^margin.
         algorithm: "max", "most_recent", or a function of one window.
 
@@ -39,13 +43,13 @@ def delayed_update(
         new tensors; the scales may lie apart in memory.
     """
     if torch.compiler.is_compiling() and isinstance(algorithm, str):
-        history, scale = _operator(history, scale, last, format_max, margin, algorithm)
+        history, scale = _operator(history, scale, last, maxima, first, margin, algorithm)
         return history, scale
     if uses_triton(history) and not unsupported_reasons(history, algorithm):
         from octavo.kernels.delayed_update.triton_kernel import delayed_update_triton
 
-        return delayed_update_triton(history, scale, last, format_max, margin, str(algorithm))
-    return delayed_update_reference(history, scale, last, format_max, margin, algorithm)
+        return delayed_update_triton(history, scale, last, maxima, first, margin, str(algorithm))
+    return delayed_update_reference(history, scale, last, maxima, first, margin, algorithm)
 
 
 def unsupported_reasons(history: Tensor, algorithm: AmaxComputeAlgo) -> list[str]:
@@ -61,7 +65,7 @@ def unsupported_reasons(history: Tensor, algorithm: AmaxComputeAlgo) -> list[str
 
 
 def _checked(
-    history: Tensor, scale: Tensor, last: Tensor, format_max: float, margin: int, algorithm: str
+    history: Tensor, scale: Tensor, last: Tensor, maxima: tuple[float, float], first: int, margin: int, algorithm: str
 ) -> tuple[Tensor, Tensor]:
     # Compiled code reaches this in a backward only if a checkpoint was put around a compiled function that holds the
     # end of a step: its recompute would end the step a second time.
@@ -71,14 +75,14 @@ def _checked(
             " octavo.autocast is being recomputed by a checkpoint around it. Put the checkpoint inside the compiled"
             " function, or the context outside of it"
         )
-    return delayed_update_reference(history, scale, last, format_max, margin, algorithm)  # type: ignore[arg-type]
+    return delayed_update_reference(history, scale, last, maxima, first, margin, algorithm)  # type: ignore[arg-type]
 
 
 _operator = register(
-    "delayed_update(Tensor history, Tensor scale, Tensor last, float format_max, SymInt margin, str algorithm)"
-    " -> (Tensor, Tensor)",
+    "delayed_update(Tensor history, Tensor scale, Tensor last, float[] maxima, SymInt first, SymInt margin,"
+    " str algorithm) -> (Tensor, Tensor)",
     _checked,
-    lambda history, scale, last, format_max, margin, algorithm: (
+    lambda history, scale, last, maxima, first, margin, algorithm: (
         torch.empty_like(history),
         torch.empty_like(scale),
     ),

@@ -20,7 +20,7 @@ _WARPS = 4
 
 
 @triton.jit(
-    do_not_specialize=("length", "stride_scale"),
+    do_not_specialize=("length", "stride_scale", "first"),
     do_not_specialize_on_alignment=("history", "scale", "last", "new_history", "new_scale"),
 )
 def delayed_update_kernel(
@@ -31,15 +31,20 @@ def delayed_update_kernel(
     new_scale,
     length,
     stride_scale,
+    first,
     MOST_RECENT: tl.constexpr,
     HEADROOM: tl.constexpr,
-    FORMAT_MAX: tl.constexpr,
+    FIRST_MAX: tl.constexpr,
+    OTHER_MAX: tl.constexpr,
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
     GAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One operand: history [n, length], scale [n] (with strides), last [n] -> new_history, new_scale (GAP apart)."""
+    """One operand: history [n, length], scale [n] (with strides), last [n] -> new_history, new_scale (GAP apart).
+
+    The first `first` operands are of a format up to FIRST_MAX, the others of one up to OTHER_MAX.
+    """
     operand = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     row = operand * length + place
@@ -55,7 +60,8 @@ def delayed_update_kernel(
         has_nan = tl.max((past != past).to(tl.int32), axis=0) > 0
         usable = usable & (amax > 0.0) & (amax < float("inf")) & (has_nan == 0)
     # 3. Its scale.
-    fresh = tl.div_rn(amax * HEADROOM, tl.full(amax.shape, FORMAT_MAX, tl.float32))
+    format_max = tl.where(operand < first, FIRST_MAX, OTHER_MAX).to(tl.float32)
+    fresh = tl.div_rn(amax * HEADROOM, format_max)
     fresh = tl.where(fresh < SMALLEST, SMALLEST, fresh)
     fresh = tl.where(fresh > LARGEST, LARGEST, fresh)
     kept = tl.load(scale + operand * stride_scale)
@@ -71,7 +77,13 @@ _launch_kernel = Launcher(delayed_update_kernel)
 
 
 def delayed_update_triton(
-    history: Tensor, scale: Tensor, last: Tensor, format_max: float, margin: int, algorithm: str
+    history: Tensor,
+    scale: Tensor,
+    last: Tensor,
+    maxima: tuple[float, float],
+    first: int,
+    margin: int,
+    algorithm: str,
 ) -> tuple[Tensor, Tensor]:
     """As `octavo.kernels.delayed_update.delayed_update`, for what has no `unsupported_reasons`.
 
@@ -85,12 +97,12 @@ def delayed_update_triton(
     constants = (
         algorithm == "most_recent",
         2.0**margin,
-        format_max,
+        *maxima,
         SMALLEST_MULTIPLIER,
         LARGEST_MULTIPLIER,
         gap,
         triton.next_power_of_2(length),
     )
     tensors = (history, scale, last, new_history, new_scale)
-    _launch_kernel(count, constants, tensors, (length, scale.stride(0)), constants, _WARPS)
+    _launch_kernel(count, constants, tensors, (length, scale.stride(0), first), constants, _WARPS)
     return new_history, new_scale[:, 0]

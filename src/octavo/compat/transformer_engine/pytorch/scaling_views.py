@@ -109,11 +109,13 @@ def _folded(state: LayerState, operand: OperandState) -> _Column:
     recipe, update = state.recipe, state.update
     if recipe is None or update is None:
         return _gathering(state, operand)
+    format_max = recipe.linear.grad_output.format.max
     history, scale = delayed_update(
         _history(state, operand)[None],
         operand.scale[None],
         operand.gathered[None],
-        recipe.linear.grad_output.format.max,
+        (format_max, format_max),
+        1,
         update.margin,
         update.algorithm,
     )

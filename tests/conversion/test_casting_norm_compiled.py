@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -70,10 +71,18 @@ def gradients(run: Any, block: nn.Module, x: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad.clone(), *(p.grad.clone() for p in block.parameters() if p.grad is not None)]
 
 
-def known_scales(block: nn.Module, x: Tensor) -> None:
+def known_scales(block: nn.Module, x: Tensor, run: Any = None) -> None:
     for _ in range(3):
-        gradients(block, block, x)
+        gradients(run or block, block, x)
         octavo.update_scales(block)
+
+
+def beside(block: Any, x: Tensor) -> dict[str, Any]:
+    """What a block takes beside x."""
+    if not hasattr(block, "self_attn"):
+        return {}
+    angles = torch.arange(x.shape[1])[None, :, None] / 8 * torch.ones(block.self_attn.head_dim)
+    return {"position_embeddings": (angles.cos().to(x.dtype), angles.sin().to(x.dtype))}
 
 
 def width(block: nn.Module) -> int:
@@ -117,6 +126,39 @@ def test_made_again_by_the_policy_that_older_torch_needs(monkeypatch: pytest.Mon
     found = gradients(torch.compile(block, backend=backend, fullgraph=True), block, x)
     assert backend.backward.count("norm_output") == 2
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("build", [llama, vit])
+def test_where_the_compiler_normalises_its_result_is_made_again_too(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(casting_norm, "_has_kernels", lambda x: False)
+    found, kept = [], []
+    for made_again in (casting_norm._made_again_but_sums, lambda forward, x: forward(x)):
+        torch._dynamo.reset()
+        monkeypatch.setattr(casting_norm, "_made_again_but_sums", made_again)
+        # In bf16 throughout: of float32 the compiler makes the cast to bf16 again by itself.
+        block, backend = block_of(AGAIN, build).bfloat16(), Watched()
+        x = torch.randn(2, 24, width(block), dtype=torch.bfloat16).requires_grad_()
+        run = functools.partial(block, **beside(block, x))
+        known_scales(block, x, run)
+        found.append(gradients(torch.compile(run, backend=backend, fullgraph=True), block, x))
+        kept.append(backend.kept_bytes)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    if build is llama:
+        # The outputs of both norms; torch's LayerNorm is one operator, of which the compiler keeps what it likes.
+        assert kept[1] - kept[0] == 2 * x.nbytes
+
+
+def test_where_the_compiler_normalises_inside_a_checkpoint_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(casting_norm, "_has_kernels", lambda x: False)
+    block = block_of(AGAIN, llama).bfloat16()
+    x = torch.randn(2, 24, width(block), dtype=torch.bfloat16).requires_grad_()
+    run = functools.partial(block, **beside(block, x))
+    known_scales(block, x, run)
+    plain = gradients(torch.compile(run, backend="aot_eager", fullgraph=True), block, x)
+    inside = torch.compile(lambda x: checkpoint(run, x, use_reentrant=False), backend="aot_eager", fullgraph=True)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(inside, block, x), plain, strict=True))
 
 
 def test_frozen_weights_keep_nothing_to_make_again() -> None:

@@ -31,6 +31,8 @@ transformers = pytest.importorskip("transformers")
 BF16 = torch.bfloat16
 # Of each layer: normalisations that cast ahead, MLPs, and normalisations that are left alone.
 STRUCTURES = dict.fromkeys(MODELS, (2, 1, 0)) | {"BERT": (0, 1, 2)}
+# Whose loss is one of tokens.
+LANGUAGE = {"GPT-2", "Llama", "Mistral", "Qwen2", "Qwen3"}
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -66,7 +68,7 @@ def test_known_structures_are_fused_under_the_same_keys_and_turned_back(name: st
     attributes = [set(vars(module)) for module in model.modules()]
     report = octavo.convert(model, DelayedScaling(amax_history_len=2))
     norms, mlps, left = (2 * count for count in STRUCTURES[name])
-    assert (len(report.fused), len(report.unfused)) == (norms + mlps, left), str(report)
+    assert (len(report.fused), len(report.unfused)) == (norms + mlps + (name in LANGUAGE), left), str(report)
     assert all(
         isinstance(module, kind) for module, kind in zip(model.modules(), kinds, strict=True) if kind is not nn.Linear
     )

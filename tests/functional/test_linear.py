@@ -259,6 +259,24 @@ def test_an_input_that_is_kept_is_cast_again_to_the_same_codes(recipe: str, dtyp
         assert sum(t.element_size() == 1 for t in kept) == 1, "the weight's codes, and no others"
 
 
+@pytest.mark.parametrize("recipe", [name for name, one in ALL.items() if one.linear.dgrad_fp8])
+def test_a_weight_is_cast_again_to_the_same_codes(recipe: str) -> None:
+    """Also where scales have moved on by then: the update comes before the backward."""
+    codes, high = ALL[recipe], ALL[recipe].replaced(saved_weight="high_precision")
+    layer = octavo.Linear(40, 24)
+    twin = copy.deepcopy(layer)
+    for size in (1.0, 30.0, 3.0):
+        with torch.no_grad():
+            for one in (layer, twin):
+                one.weight.mul_(size)
+        x, dy = torch.randn(3, 7, 40), torch.randn(3, 7, 24)
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+            found = run(twin, x, high, dy)
+        assert all(torch.equal(a, b) for a, b in zip(run(layer, x, codes, dy), found, strict=True))
+        assert sum(t.element_size() == 1 for t in kept) == codes.linear.wgrad_fp8, "the input's, if any"
+
+
 @pytest.mark.parametrize(("x_grad", "w_grad"), [(False, True), (True, False), (False, False)])
 def test_nothing_is_kept_that_nobody_needs(x_grad: bool, w_grad: bool) -> None:
     layer, x = octavo.Linear(64, 32), torch.randn(48, 64, requires_grad=x_grad)

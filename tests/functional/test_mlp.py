@@ -25,6 +25,10 @@ RECIPES: dict[str, Recipe] = {
     "block": BlockScaling(),
     "current, input kept": CurrentScaling(saved_input="high_precision"),
     "delayed, input kept": DelayedScaling(amax_history_len=3, saved_input="high_precision"),
+    "current, weight kept": CurrentScaling(saved_weight="high_precision"),
+    "delayed, all kept": DelayedScaling(
+        amax_history_len=3, saved_input="high_precision", saved_weight="high_precision"
+    ),
     "row, wgrad in high precision": RowwiseScaling(high_precision_wgrad=True),
     "current, backward in high precision": CurrentScaling(backward="high_precision"),
 }
@@ -135,7 +139,30 @@ def test_kept_weights_are_taken_and_without_gradients_nothing_is_kept() -> None:
     assert torch.equal(y, other.one_by_one(x))
 
 
-def test_gate_and_up_cast_their_input_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def codes_kept(parts: Parts, x: Tensor) -> int:
+    """How many tensors of codes the MLP keeps for its backward."""
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        parts.as_one(x)
+    return sum(t.element_size() == 1 for t in kept)
+
+
+def test_codes_of_weights_are_made_again_where_the_weight_stays_anyway() -> None:
+    recipe = CurrentScaling(saved_input="high_precision", saved_weight="high_precision")
+    parts, x = Parts(recipe, True), torch.randn(9, 40, requires_grad=True)
+    assert codes_kept(parts, x) == 0
+    with octavo.cached_weights():
+        assert codes_kept(parts, x) == 3, "they are there for all micro-batches"
+    # One that is computed would be kept for this alone, in four bytes for one.
+    torch.nn.utils.parametrize.register_parametrization(parts.last, "weight", nn.Identity())
+    assert codes_kept(parts, x) == 0
+    parts.last.parametrizations.weight[0] = nn.Softplus()
+    assert codes_kept(parts, x) == 1
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of what quantizers cast."""
     from octavo.tensor import quantizer
 
     counted: list[tuple[int, ...]] = []
@@ -146,6 +173,18 @@ def test_gate_and_up_cast_their_input_once(monkeypatch: pytest.MonkeyPatch) -> N
         return real(x, *arguments, **options)
 
     monkeypatch.setattr(quantizer, "cast_transpose", counting)
+    return counted
+
+
+def test_gate_and_up_cast_an_input_again_once(counted: list[tuple[int, ...]]) -> None:
+    for recipe in (CurrentScaling(saved_input="high_precision"), DelayedScaling(saved_input="high_precision")):
+        y = Parts(recipe, True).as_one(torch.randn(9, 40, requires_grad=True) * 1)
+        counted.clear()
+        y.sum().backward()
+        assert counted.count((9, 40)) == 1
+
+
+def test_gate_and_up_cast_their_input_once(counted: list[tuple[int, ...]]) -> None:
     for recipe in (CurrentScaling(), DelayedScaling(initialise_from_first_batch=True)):
         counted.clear()
         # An activation, which layers of no group share.

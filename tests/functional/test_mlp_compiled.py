@@ -137,7 +137,7 @@ def compiled_pair(name: str, gated: bool, backend: Compiled) -> tuple[Parts, Par
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("name", ["delayed", "current", "delayed, input kept"])
+@pytest.mark.parametrize("name", ["delayed", "current", "delayed, input kept", "delayed, all kept"])
 def test_steps_give_the_bits_of_eager_code(name: str, gated: bool) -> None:
     backend = Compiled()
     one, other = compiled_pair(name, gated, backend)
@@ -158,10 +158,10 @@ def test_steps_give_the_bits_of_eager_code(name: str, gated: bool) -> None:
             octavo.update_scales(parts)
     assert_equal(list(one.state_dict().values()), list(other.state_dict().values()))
     assert backend.clones == 0, "a launch writes where it is to write"
-    # Codes of the weights; of x and a too, unless these are made again.
+    # Codes of the weights, of x and a, unless these are made again.
     width, hidden, out = SIZES
-    codes = (2 if gated else 1) * hidden * width + hidden * out
-    codes += 0 if name.endswith("input kept") else TOKENS * (width + hidden)
+    codes = 0 if name.endswith("all kept") else (2 if gated else 1) * hidden * width + hidden * out
+    codes += 0 if name.endswith("kept") else TOKENS * (width + hidden)
     assert backend.kept_codes == backend.graphs * codes
 
 
@@ -175,3 +175,25 @@ def test_what_is_launched_in_a_step_whose_scales_are_known() -> None:
     # x once for both, three weights, dy.
     assert known["cast_transpose_kernel"] == 5
     assert not {"gated_output", "gated_backward_output"} & set(known)
+
+
+def test_gate_may_be_frozen_where_codes_are_made_again() -> None:
+    one, other = compiled_pair("current, input kept", True, Compiled())
+    for parts in (one, other):
+        parts.first["gate"].requires_grad_(False)
+    x, dy = torch.randn(TOKENS, SIZES[0], requires_grad=True), torch.randint(-4, 5, (TOKENS, SIZES[2])).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = run(one, "compiled", x, dy), run(other, "as_one", x, dy)
+    assert torch.equal(found[1], expected[1])
+    assert torch.equal(one.first["up"].weight.grad, other.first["up"].weight.grad)
+    assert one.first["gate"].weight.grad is None
+
+
+def test_what_is_launched_where_codes_are_made_again() -> None:
+    backend = Compiled()
+    one, _ = compiled_pair("delayed, all kept", True, backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        run(one, "compiled", torch.randn(TOKENS, SIZES[0], requires_grad=True), torch.randn(TOKENS, SIZES[2]))
+    assert backend.launches["gated_cast_kernel"] == 2
+    # x and three weights twice, dy.
+    assert backend.launches["cast_transpose_kernel"] == 9

@@ -28,6 +28,7 @@ RECIPES: dict[str, Recipe | None] = {
     "delayed, high precision backward": DelayedScaling(backward="high_precision"),
     "delayed, input kept": DelayedScaling(saved_input="high_precision"),
     "current": CurrentScaling(),
+    "delayed, weight kept": DelayedScaling(saved_weight="high_precision"),
     "current, input kept": CurrentScaling(saved_input="high_precision", power_of_two_scales=True),
     "rowwise": RowwiseScaling(),
     "rowwise, high precision wgrad": RowwiseScaling(high_precision_wgrad=True),

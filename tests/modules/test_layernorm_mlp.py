@@ -272,6 +272,13 @@ def test_memory_kept_for_the_backward(options: dict[str, Any], saved_input: str,
     assert kept_bytes(layer, recipe) == TOKENS * a_token + WEIGHTS + more
 
 
+def test_codes_of_weights_are_not_kept_by_a_recipe_that_casts_weights_again() -> None:
+    layer = octavo.LayerNormMLP(K, F, activation="swiglu", dtype=BF16)
+    recipe = DelayedScaling()
+    spared = kept_bytes(layer, recipe) - kept_bytes(layer, recipe.replaced(saved_weight="high_precision"))
+    assert spared == WEIGHTS
+
+
 def test_recomputing_keeps_less_in_high_precision_too() -> None:
     layer = octavo.LayerNormMLP(K, F, activation="swiglu", dtype=BF16)
     assert kept_bytes(layer, None) > TOKENS * 2 * 3 * F

@@ -43,6 +43,7 @@ CHANGED: dict[type[Recipe], dict[str, Any]] = {
         "accumulate": Accumulate(fprop="precise"),
         "backward": "high_precision",
         "saved_input": "high_precision",
+        "saved_weight": "high_precision",
         "overrides": {"^layer$": None},
     },
     DelayedScaling: {
@@ -163,9 +164,15 @@ def test_recipes_are_frozen_and_keyword_only(kind: type[Recipe]) -> None:
     [
         *[(kind, {"backward": "bf16"}, "backward is 'bf16': expected 'fp8' or") for kind in KINDS],
         *[(kind, {"saved_input": "codes"}, "saved_input is 'codes': expected 'fp8' or") for kind in KINDS],
+        *[(kind, {"saved_weight": True}, "saved_weight is True: expected 'fp8' or") for kind in KINDS],
         *[
-            (kind, {"backward": "high_precision", "saved_input": "high_precision"}, "but this recipe has no FP8")
+            (
+                kind,
+                {"backward": "high_precision", saved: "high_precision"},
+                f"{saved}='high_precision' says what an FP8",
+            )
             for kind in KINDS
+            for saved in ("saved_input", "saved_weight")
         ],
         *[(kind, {"accumulate": "fast"}, "expected an octavo.recipes.Accumulate") for kind in KINDS],
         *[(kind, {"format": "E4M4"}, "format is 'E4M4': expected octavo.HYBRID") for kind in KINDS],

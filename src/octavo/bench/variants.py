@@ -77,7 +77,8 @@ class Variant:
         key: its name.
         library: "torch", "octavo", "te" or "torchao".
         recipe: of the library; "" for none.
-        lean: the compiler may make again what a norm or an activation gave out, and Octavo keeps inputs and not codes.
+        lean: what a norm or an activation gave out is made again: by the compiler, or by Octavo, which keeps inputs and
+            not codes.
         linears: Octavo converts linear layers alone, and fuses none of them with what is around.
         compiled: "" for no compiler, "blocks" for one region a block, "reduced" for those with mode="reduce-overhead",
             "whole" for the whole model.
@@ -155,9 +156,8 @@ def apply_variant(variant: Variant, model: nn.Module) -> Converted:
     Raises:
         ValueError: the library converts nothing of this model.
     """
-    context: Context = _lean if variant.lean else nullcontext
     if variant.library == "torch":
-        return Converted(0, context)
+        return Converted(0, _lean if variant.lean else nullcontext)
     if variant.library == "octavo":
         recipe = octavo_recipes()[variant.recipe]
         if variant.lean:
@@ -168,9 +168,9 @@ def apply_variant(variant: Variant, model: nn.Module) -> Converted:
                 warnings.simplefilter("ignore")  # of a model without a layer to convert: `_counted` raises
                 layers = len(convert(model, recipe, exclude=[HEAD], fuse=not variant.linears).converted)
         if recipe.delayed is None:
-            return _counted(Converted(layers, context), variant)
+            return _counted(Converted(layers, nullcontext), variant)
         after = functools.partial(update_scales, model)
-        return _counted(Converted(layers, context, after, _UNTIL_KNOWN), variant)
+        return _counted(Converted(layers, nullcontext, after, _UNTIL_KNOWN), variant)
     if variant.library == "te":
         layers = swap_layers_for_te(model) or swap_for_te(model)
         return _counted(Converted(layers, te_context(te_recipe(variant.recipe))), variant)

@@ -5,8 +5,8 @@ behind it find the codes of that very tensor made (`octavo.functional.norm_ahead
 the class before runs.
 
 Compiled code hands on no codes beside a tensor. On a GPU it runs the same kernels all the same, whose backward reads
-everything once, and where the recipe keeps inputs in high precision a normalisation is made again in the backward and
-not kept. On a CPU the compiler fuses the class before with what is around it.
+everything once; on a CPU, and of wide rows, the compiler fuses the class before with what is around it. Where the
+recipe keeps inputs in high precision a normalisation is made again in the backward; nothing but statistics is kept.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CastingNorm(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As before."""
         traced = torch.compiler.is_compiling()
-        if len(args) != 1 or kwargs or (traced and not _has_kernels(args[0])):
+        if len(args) != 1 or kwargs:
             return super().forward(*args, **kwargs)
         x, norm = args[0], known_norm(self, self.fused_from)
         # (Not known any more: whoever has replaced its forward calls this one.)
@@ -57,11 +57,13 @@ class CastingNorm(nn.Module):
         if norm is None or plan is None:
             return super().forward(x)
         trains = torch.is_grad_enabled() and any(layer.weight.requires_grad for layer in followers)
+        again = trains and plan.wgrad_fp8 and plan.keeps_input and not _is_exporting()
+        if traced and not _has_kernels(x):
+            return _made_again_but_sums(super().forward, x) if again else super().forward(x)
         weight: Any = self.weight
         bias: Any = getattr(self, "bias", None)
         through = norm.through(handed_on_dtype(x))
-        again = trains and plan.wgrad_fp8 and plan.keeps_input
-        if traced and again and not _is_exporting():
+        if traced and again:
             return _made_again(x, through, weight, bias)
         if traced or x.is_inference() or torch.is_inference_mode_enabled():
             # Compiled code hands on no codes; a tensor of inference does not tell whether it was written to, so that
@@ -135,6 +137,23 @@ def _made_again(*arguments: Any) -> Any:
 # (and logs once that policies are experimental).
 _MUST = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)
 _POLICY: dict[str, Any] = {"context_fn": _MUST} if torch.__version__ < "2.13" else {}
+
+
+def _made_again_but_sums(forward: Any, x: Tensor) -> Any:
+    """What the class before makes of x in traced code, made again in the backward, but for sums over a row.
+
+    Those take four bytes a row, and added in another order they would not be the same.
+    """
+    return checkpoint(forward, x, use_reentrant=False, context_fn=_BUT_SUMS)
+
+
+def _but_sums(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_SAVE if operator in _WITH_SUMS else CheckpointPolicy.MUST_RECOMPUTE
+
+
+_BUT_SUMS = functools.partial(create_selective_checkpoint_contexts, _but_sums)
+# Whether these are kept the compiler decides: it keeps what is much smaller than what it is made of.
+_WITH_SUMS = (torch.ops.aten.mean.dim, torch.ops.aten.native_layer_norm.default, torch.ops.aten._fused_rms_norm.default)
 
 
 def _hands_on_as_before(x: Tensor, weight: Any) -> bool:

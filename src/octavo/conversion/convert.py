@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from octavo.conversion.causal_loss import fuse_losses, unfuse_losses
 from octavo.conversion.converted import fp8_class, is_conv1d, original_class
 from octavo.conversion.elsewhere import elsewhere_remarks
 from octavo.conversion.fast_path import leave_fast_path, restore_fast_path
@@ -56,8 +57,9 @@ def convert(
         exclude: regular expressions; layers that one of them matches stay as they are.
         filter: None leaves out layers that FP8 would slow down on the device where they lie: move the model first.
             "all" takes them too; a function of (module, qualified name) decides by itself.
-        fuse: compute MLPs whose class is known as one, and have normalisations cast their output ahead for the layers
-            behind them. False leaves all but the linear layers as they are.
+        fuse: compute MLPs whose class is known as one, have normalisations cast their output ahead for the layers
+            behind them, and on a GPU compute the loss of transformers' language models without logits in float32. False
+            leaves all but the linear layers as they are.
         dry_run: change nothing, only report.
 
     Returns:
@@ -80,6 +82,7 @@ def convert(
     remarks = [] if dry_run else leave_fast_path(model, converted) + _shared_inputs(model)
     remarks += elsewhere_remarks(found, converted, selection, chosen)
     structures = fuse_structures(model, converted, fuse, dry_run)
+    structures += fuse_losses(model, fuse, dry_run) if converted else []
     report = ConversionReport(
         tuple(rows),
         tuple(unmatched_patterns(found, selection, chosen)),
@@ -105,6 +108,7 @@ def unconvert(model: nn.Module) -> nn.Module:
     """
     check_model(model, "octavo.unconvert")
     remarks = unfuse(model)
+    unfuse_losses(model)
     decoded: dict[int, nn.Parameter] = {}  # by the weight, so that what was tied stays so
     held = []
     for name, module in model.named_modules():

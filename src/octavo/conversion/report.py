@@ -38,12 +38,13 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class StructureReport:
-    """An MLP, or a normalisation before linear layers.
+    """An MLP, a normalisation before linear layers, or the loss of a language model.
 
     Attributes:
-        name: qualified name in the model, of the MLP or of the normalisation.
+        name: qualified name in the model, of the MLP, of the normalisation, or of the model whose loss it is.
         kind: its class before.
-        parts: names of what is computed as one: of an MLP layers and activation, of a normalisation the layers behind.
+        parts: names of what is computed as one: of an MLP layers and activation, of a normalisation the layers behind,
+            of a model "loss".
         fused: whether it is computed as one now (or would be, in a dry run).
         reason: why it is not; empty if it is.
     """
@@ -65,7 +66,7 @@ class ConversionReport:
         remarks: what else was done or seen.
         dry_run: nothing was changed.
         device: of the model's parameters.
-        structures: MLPs and normalisations that were looked at, in the order of the model.
+        structures: MLPs and normalisations that were looked at, in the order of the model; then losses.
     """
 
     layers: tuple[LayerReport, ...]

@@ -8,8 +8,9 @@
 Every product takes K-major codes, so x and dy are needed in both layouts and w in both. Kept for the backward: the
 codes of x and of w in the layout that the backward wants (one byte an element each) with their scales, and nothing
 else; not the codes of x if w is frozen, not those of w if x needs no gradient. A product that runs in high precision
-keeps its operand in the dtype of the output instead, and so does a wgrad whose plan says so: x is then cast again. No
-product is computed that nobody needs.
+keeps its operand in the dtype of the output instead, and so does a wgrad whose plan says so: x is then cast again. A
+dgrad whose plan says so keeps the weight, which is there anyway, and casts it again. No product is computed that nobody
+needs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.functional.products import count, in_high_precision, refuse_second_derivative, unpadded
+from octavo.functional.products import (
+    Kept,
+    codes_of_weight,
+    count,
+    in_high_precision,
+    keeps_weight_codes,
+    kept_weight,
+    refuse_second_derivative,
+    unpadded,
+)
 from octavo.functional.shared_input import as_rows, quantize_input
 from octavo.kernels import padded, scaled_mm
 from octavo.runtime import LinearPlan
@@ -84,18 +94,16 @@ class _Linear(torch.autograd.Function):
         rows = quantize_input(x, plan, out_dtype, keeps_codes)
         operand = cached_weight
         if operand is None:
-            operand = quantize_weight(weight, plan, True, needs_dx and plan.dgrad_fp8)
+            operand = quantize_weight(weight, plan, True, keeps_weight_codes(weight, plan, needs_dx))
         # 2. The product.  [M, K] @ [K, N] -> [M, N]
         y = _fprop(rows, operand, bias, x, weight.shape[0], plan, out_dtype)
         # 3. What the backward needs.
-        keeps_x, keeps_w = needs_dw and not keeps_codes, needs_dx and not plan.dgrad_fp8
+        keeps_x = needs_dw and not keeps_codes
         ctx.save_for_backward(
             rows.codes_t if keeps_codes else None,
             rows.scale_t if keeps_codes else rows.scale if needs_dw and plan.keeps_input else None,
-            operand.codes_t if needs_dx and plan.dgrad_fp8 else None,
-            operand.scale_t if needs_dx and plan.dgrad_fp8 else None,
             x.to(out_dtype) if keeps_x else None,
-            weight if keeps_w else None,
+            *kept_weight(operand, weight, plan, needs_dx),
         )
         ctx.about = plan, x.shape, x.dtype, out_dtype, weight.dtype, None if bias is None else bias.dtype
         return y
@@ -106,7 +114,7 @@ class _Linear(torch.autograd.Function):
         refuse_second_derivative()
         plan: LinearPlan
         plan, x_shape, x_dtype, out_dtype, weight_dtype, bias_dtype = ctx.about
-        x_codes_t, x_scale_t, w_codes_t, w_scale_t, x_high, w_high = ctx.saved_tensors
+        x_codes_t, x_scale_t, x_high, *w = ctx.saved_tensors
         needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         rows = as_rows(dy)
         (num_rows, num_out), num_in = rows.shape, x_shape[-1]
@@ -120,12 +128,13 @@ class _Linear(torch.autograd.Function):
         # 2. dgrad.  [M, N] @ [N, K] -> [M, K]
         if dgrad_fp8 and codes is not None:
             dy_codes, dy_scale = codes.row_wise
+            w_codes_t, w_scale_t = codes_of_weight(Kept(*w), plan, dy_scale)
             count(plan, "dgrad", dy_codes, w_codes_t, dy_scale)
             dx = scaled_mm(dy_codes, w_codes_t, dy_scale, w_scale_t, None, out_dtype, plan.accumulate.dgrad)
             dx = unpadded(dx, num_rows, num_in, traced)
         elif needs_dx:
             count(plan, "dgrad", None, None)
-            dx = rows @ in_high_precision(w_high, rows.dtype)
+            dx = rows @ in_high_precision(w[2], rows.dtype)
         if dx is not None:
             dx = dx if len(x_shape) == 2 else dx.reshape(x_shape)
             dx = dx if dx.dtype is x_dtype else dx.to(x_dtype)

@@ -10,7 +10,8 @@ of `linear`, the activation of `octavo.kernels.activations` in float32 (`octavo.
 product included) and `linear`, to the bit. x is cast once for gate and up if they would cast it alike.
 
 Kept for the backward, a token in bf16: codes of x (K bytes), z (2 F, gated 4 F), codes of a (F); and the codes of the
-weights. A plan that keeps the input of its product has x kept instead of its codes, and those of a made again from z.
+weights. A plan that keeps the input of its product has x kept instead of its codes, and those of a made again from z;
+one that keeps its weight has that, which is there anyway, instead of its codes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from octavo.functional.products import (
     Needs,
     fprop,
     gradients,
+    keeps_weight_codes,
     kept_input,
     kept_weight,
     quantized_gradient,
@@ -120,7 +122,7 @@ def _forward(x: Tensor, setup: MLP, cached: tuple[Operand | None, ...], paramete
         for plan, need in zip(setup.first, wanted.first, strict=True)
     ]
     operands = [
-        made or quantize_weight(weight, plan, True, need.dx and plan.dgrad_fp8)
+        made or quantize_weight(weight, plan, True, keeps_weight_codes(weight, plan, need.dx))
         for made, weight, plan, need in zip(cached, weights, plans, needs, strict=True)
     ]
     # 2. The first products.  [M, K] @ [K, F] -> [M, F]
@@ -181,11 +183,11 @@ class _MLP(torch.autograd.Function):
         if da is not None:
             # 3. The activation.  da [M, F] -> dz [M, F]
             of_z = _gradients_of_z(da, z, setup, wanted.first)
+            x = _completed(x, of_z, setup.first, wanted.first)
             # 4. The first products, the last of them first, as autograd has it.  dz [M, F] -> dx [M, K], dw, db
             for i in reversed(range(count)):
-                plan, need, dz = setup.first[i], wanted.first[i], of_z[i]
                 own, *found[2 * i : 2 * i + 2] = gradients(
-                    dz, _x_codes(x[i], dz, plan, need), weights[i], need, ctx.extents[i], plan
+                    of_z[i], x[i], weights[i], wanted.first[i], ctx.extents[i], setup.first[i]
                 )
                 if own is not None:
                     own = own.reshape(ctx.x_shape).to(ctx.x_dtype)
@@ -236,15 +238,37 @@ def _kept_x(codes: Operand, high: Tensor | None, plan: LinearPlan, needs: Needs)
     return Kept(None, codes.scale if plan.keeps_input else None, high) if _keeps_rows(plan, needs) else Kept()
 
 
-def _x_codes(x: Kept, dz: Gradient, plan: LinearPlan, needs: Needs) -> Kept:
-    """As it was kept; or codes made again."""
-    if not (needs.dw and plan.wgrad_fp8 and plan.keeps_input):
-        return x
-    assert x.high is not None, "it was kept"
-    assert dz.codes is not None, "an FP8 product takes codes"
-    after = dz.codes.column_wise[1] if torch.compiler.is_compiling() else None
-    again: Operand = plan.input.again(as_rows(x.high), x.scale_t, after)  # type: ignore[attr-defined]
-    return Kept(again.codes_t, again.scale_t)
+def _completed(
+    x: list[Kept], of_z: tuple[Gradient, ...], plans: tuple[LinearPlan, ...], needs: tuple[Needs, ...]
+) -> list[Kept]:
+    """What the first products need of x: as it was kept; or its codes made again, once for all that make the same."""
+    result: list[Kept] = []
+    after: Tensor | None = None
+    for i, (kept, plan, need) in enumerate(zip(x, plans, needs, strict=True)):
+        if not (need.dw and plan.wgrad_fp8 and plan.keeps_input):
+            result.append(kept)
+        elif i and result[0].codes_t is not None and _cast_alike(plans[0].input, plan.input):
+            result.append(result[0])
+        else:
+            assert kept.high is not None, "it was kept"
+            codes = of_z[i].codes
+            assert codes is not None, "an FP8 product takes codes"
+            if after is None and torch.compiler.is_compiling():
+                # One for all: the compiler drops a cast that repeats another.
+                after = codes.column_wise[1]
+            again: Operand = plan.input.again(as_rows(kept.high), kept.scale_t, after)  # type: ignore[attr-defined]
+            result.append(Kept(again.codes_t, again.scale_t))
+    return result
+
+
+def _cast_alike(first: Any, second: Any) -> bool:
+    """True if two quantizers make the same codes. (In compiled code that is left to the compiler.)"""
+    if torch.compiler.is_compiling():
+        return False
+    one, other = first.origin(), second.origin()
+    if one is None or other is None or len(one) != len(other):
+        return False
+    return all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _extents(x: Tensor, setup: MLP, weights: Any) -> list[Extents]:

@@ -10,10 +10,10 @@ amaxes are those of `normalise`, `linear`, `activate`, `linear`, to the bit.
 
 Kept for the backward, a token in bf16: x as it came (2 K bytes), codes of n (K), z (2 N), codes of a (F), eight bytes
 of statistics; and the codes of w1 and w2. With `stored_fp8` z takes N + 4. With a plan that keeps the input of its
-product, codes of n are made again from x, and those of a from z. With `recomputed` nothing but x and the statistics is
-kept, and the codes of w1 in both layouts: the backward makes n, z and a again; y is not computed again. What is made
-again is made with the same scales, and its amax is not gathered again. (In compiled code it is the compiler that says
-what is kept.)
+product, codes of n are made again from x, and those of a from z; with one that keeps its weight, those of the weight.
+With `recomputed` nothing but x and the statistics is kept, and the codes of w1 in both layouts: the backward makes n, z
+and a again; y is not computed again. What is made again is made with the same scales, and its amax is not gathered
+again. (In compiled code it is the compiler that says what is kept.)
 
 With `smoothing` a enters its product with the outliers of its channels taken away, which w2 has instead, see
 `octavo.functional.smoothing`.
@@ -42,6 +42,7 @@ from octavo.functional.products import (
     Needs,
     fprop,
     gradients,
+    keeps_weight_codes,
     kept_input,
     kept_weight,
     leave_out_zeros,
@@ -189,11 +190,13 @@ class _NormMLP(torch.autograd.Function):
         again = _made_again(setup, fc1, fc2)
         # 1. Codes of the weights, each in the layouts that somebody will use.
         if w1 is None:
-            w1 = quantize_weight(parameters.fc1_weight, setup.fc1, True, needs_dn and setup.fc1.dgrad_fp8)
+            columnwise = keeps_weight_codes(parameters.fc1_weight, setup.fc1, needs_dn)
+            w1 = quantize_weight(parameters.fc1_weight, setup.fc1, True, columnwise)
         if w2 is None and setup.smoothing is not None:
             w2 = own_weight(parameters.fc2_weight, setup.fc2, fc2)
         elif w2 is None:
-            w2 = quantize_weight(parameters.fc2_weight, setup.fc2, True, fc2.dx and setup.fc2.dgrad_fp8)
+            columnwise = keeps_weight_codes(parameters.fc2_weight, setup.fc2, fc2.dx)
+            w2 = quantize_weight(parameters.fc2_weight, setup.fc2, True, columnwise)
         # 2. What lies between.  [M, K] -> [M, F]
         layouts = _layouts(setup, fc1, fc2)
         middle = _middle(x, parameters, w1, setup, _without(layouts, again, setup.return_norm))

@@ -30,7 +30,10 @@ class Needs(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a backward has of an operand: codes_t and scale_t for an FP8 product, `high` for one in high precision."""
+    """What a backward has of an operand: codes_t and scale_t for an FP8 product, `high` for one in high precision.
+
+    Codes that are to be made again are those of `high`; scale_t is then the scale of the forward's cast.
+    """
 
     codes_t: Tensor | None = None
     scale_t: Tensor | None = None
@@ -61,11 +64,40 @@ def kept_input(operand: Operand, high: Tensor | None, plan: LinearPlan, needs_dw
     return Kept(operand.codes_t, operand.scale_t) if plan.wgrad_fp8 else Kept(high=high)
 
 
+def keeps_weight_codes(weight: Tensor, plan: LinearPlan, needs_dx: bool) -> bool:
+    """True if dgrad takes the column-wise codes of w that the forward makes."""
+    return needs_dx and plan.dgrad_fp8 and not (plan.keeps_weight and _is_there_anyway(weight))
+
+
+def _is_there_anyway(weight: Tensor) -> bool:
+    """True of a weight in high precision that somebody else keeps, a parameter: it is no new tensor of this forward."""
+    if isinstance(weight, QuantizedTensor):
+        return False
+    # (Of traced code the compiler knows what it makes again.)
+    return torch.compiler.is_compiling() or (weight._base if weight._base is not None else weight).is_leaf
+
+
 def kept_weight(operand: Operand, weight: Tensor, plan: LinearPlan, needs_dx: bool) -> Kept:
-    """What dgrad needs of w."""
+    """What dgrad needs of w: codes, if the forward has made them, or what they are made of."""
     if not needs_dx:
         return Kept()
-    return Kept(operand.codes_t, operand.scale_t) if plan.dgrad_fp8 else Kept(high=weight)
+    if not plan.dgrad_fp8:
+        return Kept(high=weight)
+    return Kept(None, operand.scale, weight) if operand.codes_t is None else Kept(operand.codes_t, operand.scale_t)
+
+
+def codes_of_weight(w: Kept, plan: LinearPlan, after: Tensor) -> tuple[Tensor, Tensor]:
+    """Column-wise codes of w and their scale: as they were kept, or made again.
+
+    after: the scale of dy, see `Quantizer.again`.
+    """
+    codes_t, scale_t = w.codes_t, w.scale_t
+    if codes_t is None:
+        assert w.high is not None, "codes or a weight were kept"
+        again = plan.weight.again(w.high, scale_t, after if torch.compiler.is_compiling() else None)  # type: ignore[attr-defined]
+        codes_t, scale_t = again.column_wise
+    assert scale_t is not None, "codes come with their scale"
+    return codes_t, scale_t
 
 
 def fprop(x: Operand, w: Operand, bias: Tensor | None, extents: Extents, plan: LinearPlan) -> Tensor:
@@ -113,11 +145,10 @@ def _dgrad(dy: Gradient, w: Kept, needs: Needs, extents: Extents, plan: LinearPl
         return None
     if plan.dgrad_fp8:
         assert dy.codes is not None, "an FP8 product takes codes"
-        assert w.codes_t is not None, "the forward kept them"
-        assert w.scale_t is not None, "codes come with their scale"
         codes, scale = dy.codes.row_wise
-        count(plan, "dgrad", codes, w.codes_t, scale)
-        dx = scaled_mm(codes, w.codes_t, scale, w.scale_t, None, extents.dtype, plan.accumulate.dgrad)
+        w_codes_t, w_scale_t = codes_of_weight(w, plan, scale)
+        count(plan, "dgrad", codes, w_codes_t, scale)
+        dx = scaled_mm(codes, w_codes_t, scale, w_scale_t, None, extents.dtype, plan.accumulate.dgrad)
         return unpadded(dx, extents.tokens, extents.num_in, torch.compiler.is_compiling())
     count(plan, "dgrad", None, None)
     assert dy.rows is not None, "a product in high precision takes dy itself"

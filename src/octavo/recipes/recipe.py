@@ -87,6 +87,9 @@ class Recipe(ABC):
             "high_precision": the input itself, cast again in the backward to the same codes. That is less where others
             keep the input anyway (the output of attention), and in compiled code also where the compiler can make it
             again (the output of a norm or an activation); in eager code it is mostly more.
+        saved_weight: what a layer keeps of its weight for an FP8 dgrad. "fp8": its codes, one byte a parameter.
+            "high_precision": nothing but the weight, which is there anyway, cast again in the backward to the same
+            codes.
         overrides: regular expressions on layer names, and the recipe of the layers they match (first match wins), None
             for high precision. Given as a mapping or as pairs; kept as pairs.
     """
@@ -94,6 +97,7 @@ class Recipe(ABC):
     accumulate: Accumulate = field(default_factory=Accumulate)
     backward: Literal["fp8", "high_precision"] = "fp8"
     saved_input: Literal["fp8", "high_precision"] = "fp8"
+    saved_weight: Literal["fp8", "high_precision"] = "fp8"
     overrides: Any = ()
 
     # Of each instance, set by `complete`: every call of every layer asks for them.
@@ -101,7 +105,7 @@ class Recipe(ABC):
     delayed: ClassVar[DelayedUpdate | None]
 
     def __post_init__(self) -> None:
-        for name in ("backward", "saved_input"):
+        for name in ("backward", "saved_input", "saved_weight"):
             if getattr(self, name) not in ("fp8", "high_precision"):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: expected 'fp8' or 'high_precision'")
         for one in fields(self):
@@ -124,6 +128,11 @@ class Recipe(ABC):
             raise ValueError(
                 "saved_input='high_precision' says what an FP8 wgrad takes its input from, but this recipe has no FP8"
                 " wgrad: the input is kept in high precision anyway, so leave saved_input out"
+            )
+        if dgrad is None and self.saved_weight == "high_precision":
+            raise ValueError(
+                "saved_weight='high_precision' says what an FP8 dgrad takes its weight from, but this recipe has no FP8"
+                " dgrad: no codes of the weight are kept anyway, so leave saved_weight out"
             )
         # A gradient that no FP8 product takes still needs a spec to stand there; it is never used.
         specs = LinearSpecs(x, w, dgrad or wgrad or x, dgrad is not None, wgrad is not None)

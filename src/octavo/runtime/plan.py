@@ -38,6 +38,7 @@ class LinearPlan(NamedTuple):
             does not lead back to the plan. States must go with their model, not with the next garbage collection.
         name, counter: for `count_gemms`.
         group: the state of the input, one with layers that run on the same one; None of a layer that has no such.
+        keeps_weight: the weight is cast again for dgrad; False keeps its codes, as a watched layer always does.
     """
 
     input: Quantizer
@@ -52,6 +53,7 @@ class LinearPlan(NamedTuple):
     name: str
     counter: GemmCount | None
     group: OperandState | None = None
+    keeps_weight: bool = False
 
 
 def plan_linear(call: Call, state: LayerState, name: str, observer: Observer | None = None) -> LinearPlan:
@@ -116,6 +118,7 @@ def _planned(
         name,
         counter,
         state.input,
+        specs.dgrad_fp8 and call.recipe.saved_weight == "high_precision" and observer is None,
     )
 
 

@@ -25,6 +25,7 @@ CPU = torch.device("cpu")
         ("octavo-delayed-reduced", ("octavo", "delayed", "reduced", "")),
         ("octavo-delayed-lean-compiled-captured", ("octavo", "delayed", "blocks", "captured")),
         ("bf16-lean-compiled", ("torch", "", "blocks", "")),
+        ("octavo-delayed-head-lean-reduced", ("octavo", "delayed", "reduced", "")),
         ("octavo-delayed-linears-reduced", ("octavo", "delayed", "reduced", "")),
         ("te-block", ("te", "block", "", "")),
         ("torchao-rowwise-compiled", ("torchao", "rowwise", "blocks", "")),
@@ -36,12 +37,25 @@ def test_a_name_says_library_recipe_and_launch(key: str, expected: tuple[str, ..
     assert (variant.library, variant.recipe, variant.compiled, variant.graph) == expected
     assert variant.key == key
     assert variant.lean == ("-lean" in key)
+    assert variant.head == ("-head" in key)
     assert variant.linears == ("-linears" in key)
 
 
 @pytest.mark.parametrize(
     "key",
-    ["fp8", "octavo", "octavo-tensorwise", "bf16-fast", "te-rowwise", "te-block-lean", "bf16-linears", "torch", ""],
+    [
+        "fp8",
+        "octavo",
+        "octavo-tensorwise",
+        "bf16-fast",
+        "te-rowwise",
+        "te-block-lean",
+        "bf16-linears",
+        "bf16-head",
+        "te-block-head",
+        "torch",
+        "",
+    ],
 )
 def test_an_unknown_name_is_refused_with_what_names_are_made_of(key: str) -> None:
     with pytest.raises(ValueError, match="is unknown: write bf16, octavo-RECIPE"):
@@ -64,6 +78,12 @@ def test_octavo_leaves_the_head_as_it_is() -> None:
     assert apply_variant(parse_variant("octavo-current"), model).layers == 1
     assert isinstance(model["body"], FP8LinearMixin)
     assert type(model["lm_head"]) is nn.Linear
+
+
+def test_the_head_is_converted_where_a_variant_says_so() -> None:
+    for key, layers in (("octavo-current", 1), ("octavo-current-head", 2)):
+        model = nn.ModuleDict({"body": nn.Linear(32, 32), "lm_head": nn.Linear(32, 32)})
+        assert apply_variant(parse_variant(key), model).layers == layers
 
 
 def test_of_linears_alone_nothing_is_fused() -> None:

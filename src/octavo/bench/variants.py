@@ -30,11 +30,12 @@ from octavo.modules import TransformerLayer
 from octavo.recipes import Recipe
 from octavo.runtime import update_scales
 
-# Which layers stay as they are in every library: the model's head.
+# Which layer stays as it is in every library, but for a variant that says otherwise: the model's head.
 HEAD = r"(^|\.)(lm_)?head$"
 COMPILED = {"": "", "compiled": "blocks", "reduced": "reduced", "whole": "whole"}
 LEAN = "lean"
 LINEARS = "linears"
+WITH_HEAD = "head"
 # Scales of delayed scaling are measured at first, those of gradients until the third step: a graph each time.
 _UNTIL_KNOWN = 3
 GRAPHS = ("graphed", "captured")
@@ -52,6 +53,7 @@ ON_GPU = (
     "octavo-delayed-reduced",
     "octavo-delayed-linears-reduced",
     "octavo-delayed-lean-compiled",
+    "octavo-delayed-head-lean-reduced",
     "bf16-compiled-captured",
     "bf16-reduced",
     "bf16-lean-compiled",
@@ -80,6 +82,7 @@ class Variant:
         lean: what a norm or an activation gave out is made again: by the compiler, or by Octavo, which keeps inputs and
             not codes.
         linears: Octavo converts linear layers alone, and fuses none of them with what is around.
+        head: Octavo converts the model's head too.
         compiled: "" for no compiler, "blocks" for one region a block, "reduced" for those with mode="reduce-overhead",
             "whole" for the whole model.
         graph: "" for none; "graphed" for forward and backward, "captured" for the whole step in one CUDA graph.
@@ -90,6 +93,7 @@ class Variant:
     recipe: str = ""
     lean: bool = False
     linears: bool = False
+    head: bool = False
     compiled: str = ""
     graph: str = ""
 
@@ -106,13 +110,15 @@ def parse_variant(key: str) -> Variant:
         variant = replace(variant, lean=bool(rest.pop()))
     if rest and rest[-1] == LINEARS and variant.library == "octavo":
         variant = replace(variant, linears=bool(rest.pop()))
+    if rest and rest[-1] == WITH_HEAD and variant.library == "octavo":
+        variant = replace(variant, head=bool(rest.pop()))
     known = {"torch": ("",), "octavo": RECIPES, "te": tuple(TE_RECIPES), "torchao": TORCHAO_RECIPES}
     recipe = "-".join(rest)
     if variant.library not in known or (first == "torch") or recipe not in known[variant.library]:
         raise ValueError(
             f"--variants names {key!r}, which is unknown: write bf16, octavo-RECIPE ({', '.join(RECIPES)}),"
-            f" te-RECIPE ({', '.join(TE_RECIPES)}) or torchao-RECIPE ({', '.join(TORCHAO_RECIPES)}), then -linears or"
-            " -lean if it is, then -compiled, -reduced or -whole if it is, then -graphed or -captured if it is"
+            f" te-RECIPE ({', '.join(TE_RECIPES)}) or torchao-RECIPE ({', '.join(TORCHAO_RECIPES)}), then what it"
+            " is of -head, -linears, -lean, of -compiled, -reduced, -whole, of -graphed, -captured, in this order"
         )
     return replace(variant, recipe=recipe)
 
@@ -149,7 +155,7 @@ def variant_reason(variant: Variant, device: torch.device) -> str | None:
 
 
 def apply_variant(variant: Variant, model: nn.Module) -> Converted:
-    """Convert a model in place, as the variant's library does; its head stays as it is.
+    """Convert a model in place, as the variant's library does; its head stays as it is, unless the variant has it.
 
     A model of Octavo's TransformerLayers gets the recipe there, or Transformer Engine's in their place.
 
@@ -166,7 +172,8 @@ def apply_variant(variant: Variant, model: nn.Module) -> Converted:
         if not layers:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a model without a layer to convert: `_counted` raises
-                layers = len(convert(model, recipe, exclude=[HEAD], fuse=not variant.linears).converted)
+                exclude = None if variant.head else HEAD
+                layers = len(convert(model, recipe, exclude=exclude, fuse=not variant.linears).converted)
         if recipe.delayed is None:
             return _counted(Converted(layers, nullcontext), variant)
         after = functools.partial(update_scales, model)

@@ -10,7 +10,7 @@ from octavo.bench.models import CASES
 from octavo.bench.settings import MODELS
 from octavo.bench.training import prepare_training
 from octavo.bench.variants import ON_CPU, ON_GPU, Variant, apply_variant, parse_variant, variant_reason
-from octavo.modules import FP8LinearMixin
+from octavo.modules import FP8LinearMixin, TransformerLayer
 
 CPU = torch.device("cpu")
 
@@ -86,6 +86,13 @@ def test_the_head_is_converted_where_a_variant_says_so() -> None:
         assert apply_variant(parse_variant(key), model).layers == layers
 
 
+@pytest.mark.parametrize("word", ["head", "linears"])
+def test_transformer_layers_refuse_what_they_cannot_be(word: str) -> None:
+    model = nn.ModuleDict({"body": TransformerLayer(32, 64, 2), "head": nn.Linear(32, 32)})
+    with pytest.raises(ValueError, match="leave out -head and -linears"):
+        apply_variant(parse_variant(f"octavo-current-{word}"), model)
+
+
 def test_of_linears_alone_nothing_is_fused() -> None:
     llama = pytest.importorskip("transformers.models.llama.modeling_llama", reason="an MLP that convert knows by class")
     for key, fused in (("octavo-current-compiled", True), ("octavo-current-linears-compiled", False)):
@@ -99,6 +106,8 @@ def test_of_a_lean_variant_octavo_makes_inputs_again_or_the_compiler_does() -> N
     model = nn.Sequential(nn.Linear(32, 32))
     apply_variant(parse_variant("octavo-delayed-lean-compiled"), model)
     assert model[0].recipe.saved_input == "high_precision"
+    with apply_variant(parse_variant("octavo-delayed-lean-compiled"), nn.Sequential(nn.Linear(32, 32))).context():
+        assert torch._functorch.config.ban_recompute_materialized_backward
     converted = apply_variant(parse_variant("bf16-lean-compiled"), nn.Linear(32, 32))
     assert torch._functorch.config.ban_recompute_materialized_backward
     with converted.context():

@@ -62,6 +62,16 @@ def test_loss_and_gradient_are_those_of_transformers(options: dict[str, Any], dt
     assert ((gradient - wanted).abs() <= step * wanted.abs() + 1e-8).all()
 
 
+@pytest.mark.usefixtures("_kernels")
+def test_logits_that_are_a_part_of_others() -> None:
+    logits, labels = data(torch.bfloat16)
+    found = fused.causal_loss(logits[:, 3:], labels[:, 3:], CLASSES)
+    (gradient,) = torch.autograd.grad(found, logits)
+    assert not gradient[:, :3].any()
+    expected = loss_utils.ForCausalLMLoss(logits[:, 3:], labels[:, 3:], CLASSES)
+    torch.testing.assert_close(found, expected, rtol=64 * 2.0**-24, atol=0.0)
+
+
 def test_without_kernels_it_is_that_of_transformers_to_the_bit() -> None:
     logits, labels = data(torch.bfloat16)
     found = fused.causal_loss(logits, labels, CLASSES)
@@ -86,12 +96,13 @@ def test_a_model_takes_it_and_gives_it_back(build: Any, monkeypatch: pytest.Monk
     assert report.structures[-1].parts == ("loss",)
     assert report.structures[-1].fused
     report = octavo.convert(model, CurrentScaling())
-    assert "with loss" in str(report)
+    assert f"fused: the loss of {type(model).__name__}, on a GPU, (root)" in str(report)
     assert model.loss_function is fused.causal_loss
     assert list(model.state_dict()) == keys
     plain = step(model, tokens)
     monkeypatch.setattr(fused, "_has_kernel", lambda logits: True)
     for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert one.loss_function is fused.causal_loss
         # The gradient of the loss may be rounded to another neighbour, and its codes in FP8 with it.
         loss, *_ = step(one, tokens)
         torch.testing.assert_close(loss, plain[0], rtol=1e-6, atol=0.0)
@@ -114,8 +125,41 @@ def test_a_loss_of_the_users_and_other_models_are_left_alone() -> None:
     assert all(one.parts != ("loss",) for one in report.structures)
     octavo.unconvert(model)
     assert model.loss_function is own
+    # transformers' own, but set by hand.
+    model = llama(1)
+    model.loss_function = loss_utils.ForCausalLMLoss
+    octavo.convert(model, CurrentScaling())
+    assert model.loss_function is loss_utils.ForCausalLMLoss
     report = octavo.convert(vit(1), CurrentScaling())
     assert all(one.parts != ("loss",) for one in report.structures)
+
+
+def test_a_class_with_a_loss_of_its_own_is_left_alone() -> None:
+    model = llama(1)
+
+    class Own(type(model)):  # type: ignore[misc]
+        def loss_function(self, *args: Any, **kwargs: Any) -> Tensor:
+            return torch.zeros(())
+
+    model.__class__ = Own
+    assert all(one.parts != ("loss",) for one in octavo.convert(model, CurrentScaling()).structures)
+    assert "_loss_function" not in model.__dict__
+
+
+def test_a_frozen_model_has_its_loss_back() -> None:
+    from octavo.inference import freeze
+
+    model = llama(1)
+    octavo.convert(model, CurrentScaling())
+    freeze(model)
+    assert model.loss_function is loss_utils.ForCausalLMLoss
+
+
+def test_models_that_generate_from_something_else_have_it_too() -> None:
+    """Their type of loss has another name, and is the same function."""
+    model = llama(1)
+    model.loss_type = "ForConditionalGeneration"
+    assert octavo.convert(model, CurrentScaling()).structures[-1].parts == ("loss",)
 
 
 @pytest.mark.parametrize("kernels", [True, False])

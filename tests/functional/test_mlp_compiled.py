@@ -137,7 +137,9 @@ def compiled_pair(name: str, gated: bool, backend: Compiled) -> tuple[Parts, Par
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("name", ["delayed", "current", "delayed, input kept", "delayed, all kept"])
+@pytest.mark.parametrize(
+    "name", ["delayed", "current", "delayed, input kept", "current, input kept", "delayed, all kept"]
+)
 def test_steps_give_the_bits_of_eager_code(name: str, gated: bool) -> None:
     backend = Compiled()
     one, other = compiled_pair(name, gated, backend)

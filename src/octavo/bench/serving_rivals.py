@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from octavo.bench.peers import Context, peer_reason, serve_with_te, serve_with_torchao
 from octavo.bench.rivals import octavo_recipes
 from octavo.bench.serving_floors import Cost
-from octavo.bench.variants import HEAD
+from octavo.bench.variants import HEAD_PATTERN
 from octavo.conversion import convert
 from octavo.conversion.converted import is_conv1d
 from octavo.inference import FrozenLinear, calibrate, freeze
@@ -112,7 +112,7 @@ def _frozen(recipe: str) -> Callable[[nn.Module, Tensor], Served]:
         served, scales = copy.deepcopy(model), None
         if scheme == "tensor_static":
             scales = calibrate(served, [_prompt(prompts)])
-        layers = freeze(served, scheme, input_scales=scales, exclude=[HEAD] if _has_untied_head(served) else [])
+        layers = freeze(served, scheme, input_scales=scales, exclude=[HEAD_PATTERN] if _has_untied_head(served) else [])
         return _counted(Served(served, len(layers)), "Octavo")
 
     return serve
@@ -121,7 +121,7 @@ def _frozen(recipe: str) -> Callable[[nn.Module, Tensor], Served]:
 def _converted(recipe: str) -> Callable[[nn.Module, Tensor], Served]:
     def serve(model: nn.Module, prompts: Tensor) -> Served:
         served = copy.deepcopy(model)
-        layers = len(convert(served, octavo_recipes()[recipe], exclude=[HEAD], filter="all").converted)
+        layers = len(convert(served, octavo_recipes()[recipe], exclude=[HEAD_PATTERN], filter="all").converted)
         _train_scales(served, prompts)
         return _counted(Served(served, layers), "Octavo")
 

@@ -31,11 +31,10 @@ from octavo.recipes import Recipe
 from octavo.runtime import update_scales
 
 # Which layer stays as it is in every library, but for a variant that says otherwise: the model's head.
-HEAD = r"(^|\.)(lm_)?head$"
+HEAD_PATTERN = r"(^|\.)(lm_)?head$"
 COMPILED = {"": "", "compiled": "blocks", "reduced": "reduced", "whole": "whole"}
-LEAN = "lean"
-LINEARS = "linears"
-WITH_HEAD = "head"
+# Further words of a name, the last first, and the libraries that they are for.
+_WORDS = {"lean": ("torch", "octavo"), "linears": ("octavo",), "head": ("octavo",)}
 # Scales of delayed scaling are measured at first, those of gradients until the third step: a graph each time.
 _UNTIL_KNOWN = 3
 GRAPHS = ("graphed", "captured")
@@ -106,12 +105,10 @@ def parse_variant(key: str) -> Variant:
         variant = replace(variant, graph=rest.pop())
     if rest and rest[-1] in COMPILED:
         variant = replace(variant, compiled=COMPILED[rest.pop()])
-    if rest and rest[-1] == LEAN and variant.library in ("torch", "octavo"):
-        variant = replace(variant, lean=bool(rest.pop()))
-    if rest and rest[-1] == LINEARS and variant.library == "octavo":
-        variant = replace(variant, linears=bool(rest.pop()))
-    if rest and rest[-1] == WITH_HEAD and variant.library == "octavo":
-        variant = replace(variant, head=bool(rest.pop()))
+    for word, libraries in _WORDS.items():
+        if rest and rest[-1] == word and variant.library in libraries:
+            changes: dict[str, Any] = {rest.pop(): True}
+            variant = replace(variant, **changes)
     known = {"torch": ("",), "octavo": RECIPES, "te": tuple(TE_RECIPES), "torchao": TORCHAO_RECIPES}
     recipe = "-".join(rest)
     if variant.library not in known or (first == "torch") or recipe not in known[variant.library]:
@@ -169,10 +166,12 @@ def apply_variant(variant: Variant, model: nn.Module) -> Converted:
         if variant.lean:
             recipe = recipe.replaced(saved_input="high_precision")
         layers = _give_recipe(model, recipe)
+        if layers and (variant.head or variant.linears):
+            raise ValueError("TransformerLayers take their recipe as a whole: leave out -head and -linears")
         if not layers:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a model without a layer to convert: `_counted` raises
-                exclude = None if variant.head else HEAD
+                exclude = None if variant.head else HEAD_PATTERN
                 layers = len(convert(model, recipe, exclude=exclude, fuse=not variant.linears).converted)
         if recipe.delayed is None:
             return _counted(Converted(layers, nullcontext), variant)

@@ -54,7 +54,7 @@ def causal_loss(
         assert labels is not None, "a model asks for a loss of labels"
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.reshape(-1).to(logits.device)
-    rows = logits.view(-1, vocab_size)
+    rows = logits.reshape(-1, vocab_size)
     if num_items_in_batch is None:
         return cross_entropy(rows, targets, ignore_index=ignore_index)
     loss = cross_entropy(rows, targets, ignore_index=ignore_index, reduction="sum")
@@ -83,15 +83,19 @@ def unfuse_losses(model: nn.Module) -> None:
 
 
 def _language_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules whose forward asks for transformers' loss of language models, or for the one given here."""
-    known = getattr(sys.modules.get("transformers.loss.loss_utils"), "ForCausalLMLoss", None)
-    if known is None:
+    """The modules whose forward asks for a loss, which is transformers' for language models or the one given here."""
+    losses = sys.modules.get("transformers.loss.loss_utils")
+    if losses is None:
         return
     for name, module in model.named_modules():
-        names = getattr(getattr(inspect.unwrap(type(module).forward), "__code__", None), "co_names", ())
-        # (A type of loss that a model does not tell stands for that of a language model.)
-        of_tokens = "loss_function" in names and getattr(module, "loss_type", "") in (None, "ForCausalLM")
-        if of_tokens and module.__dict__.get(_SLOT, known) in (known, causal_loss):
+        kind = type(module)
+        names = getattr(getattr(inspect.unwrap(kind.forward), "__code__", None), "co_names", ())
+        asks = "loss_function" in names and isinstance(inspect.getattr_static(kind, "loss_function", None), property)
+        # (A type that transformers does not know stands for that of language models.)
+        known = losses.ForCausalLMLoss
+        of_tokens = asks and losses.LOSS_MAPPING.get(getattr(module, "loss_type", None), known) is known
+        # One that somebody has set stays.
+        if of_tokens and module.__dict__.get(_SLOT, causal_loss) is causal_loss:
             yield name, module
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from octavo.conversion.causal_loss import fuse_losses, unfuse_losses
+from octavo.conversion.causal_loss import fuse_losses
 from octavo.conversion.converted import fp8_class, is_conv1d, original_class
 from octavo.conversion.elsewhere import elsewhere_remarks
 from octavo.conversion.fast_path import leave_fast_path, restore_fast_path
@@ -108,7 +108,6 @@ def unconvert(model: nn.Module) -> nn.Module:
     """
     check_model(model, "octavo.unconvert")
     remarks = unfuse(model)
-    unfuse_losses(model)
     decoded: dict[int, nn.Parameter] = {}  # by the weight, so that what was tied stays so
     held = []
     for name, module in model.named_modules():

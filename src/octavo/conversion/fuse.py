@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from octavo.conversion.casting_norm import FOLLOWERS, CastingNorm, casting_class
+from octavo.conversion.causal_loss import unfuse_losses
 from octavo.conversion.converted import runs_plainly
 from octavo.conversion.followers import follow_nothing, followed_by, part_from
 from octavo.conversion.joined_mlp import JoinedMLP, is_listened_to, joined_class
@@ -79,6 +80,7 @@ def unfuse(model: nn.Module) -> list[str]:
         if left:
             remarks.append(f"{name or '(root)'}: {left}")
         follow_nothing(module)
+    unfuse_losses(model)
     return remarks
 
 

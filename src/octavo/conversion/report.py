@@ -138,6 +138,8 @@ def _structure_lines(structures: tuple[StructureReport, ...]) -> list[str]:
     lines = []
     for (kind, parts, fused, reason), names in alike.items():
         which = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        of = f" with {', '.join(parts)}" if isinstance(parts, tuple) and parts else ""
-        lines.append(f"{'fused' if fused else 'not fused'}: {kind}{of}, {which}{'' if fused else f': {reason}'}")
+        what = f"{kind} with {', '.join(parts)}" if isinstance(parts, tuple) and parts else str(kind)
+        if parts == ("loss",):
+            what = f"the loss of {kind}, on a GPU"
+        lines.append(f"{'fused' if fused else 'not fused'}: {what}, {which}{'' if fused else f': {reason}'}")
     return lines

@@ -114,7 +114,8 @@ class _Linear(torch.autograd.Function):
         refuse_second_derivative()
         plan: LinearPlan
         plan, x_shape, x_dtype, out_dtype, weight_dtype, bias_dtype = ctx.about
-        x_codes_t, x_scale_t, x_high, *w = ctx.saved_tensors
+        x_codes_t, x_scale_t, x_high, *of_weight = ctx.saved_tensors
+        w = Kept(*of_weight)
         needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         rows = as_rows(dy)
         (num_rows, num_out), num_in = rows.shape, x_shape[-1]
@@ -128,13 +129,13 @@ class _Linear(torch.autograd.Function):
         # 2. dgrad.  [M, N] @ [N, K] -> [M, K]
         if dgrad_fp8 and codes is not None:
             dy_codes, dy_scale = codes.row_wise
-            w_codes_t, w_scale_t = codes_of_weight(Kept(*w), plan, dy_scale)
+            w_codes_t, w_scale_t = codes_of_weight(w, plan, dy_scale)
             count(plan, "dgrad", dy_codes, w_codes_t, dy_scale)
             dx = scaled_mm(dy_codes, w_codes_t, dy_scale, w_scale_t, None, out_dtype, plan.accumulate.dgrad)
             dx = unpadded(dx, num_rows, num_in, traced)
         elif needs_dx:
             count(plan, "dgrad", None, None)
-            dx = rows @ in_high_precision(w[2], rows.dtype)
+            dx = rows @ in_high_precision(w.high, rows.dtype)
         if dx is not None:
             dx = dx if len(x_shape) == 2 else dx.reshape(x_shape)
             dx = dx if dx.dtype is x_dtype else dx.to(x_dtype)

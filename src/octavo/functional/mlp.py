@@ -38,7 +38,7 @@ from octavo.functional.products import (
     refuse_second_derivative,
     shaped,
 )
-from octavo.functional.shared_input import as_rows, quantize_input
+from octavo.functional.shared_input import as_rows, quantize_input, same_origin
 from octavo.runtime import LinearPlan
 from octavo.tensor import Operand, Quantizer
 
@@ -183,7 +183,7 @@ class _MLP(torch.autograd.Function):
         if da is not None:
             # 3. The activation.  da [M, F] -> dz [M, F]
             of_z = _gradients_of_z(da, z, setup, wanted.first)
-            x = _completed(x, of_z, setup.first, wanted.first)
+            x = _with_codes_of_x(x, of_z, setup.first, wanted.first)
             # 4. The first products, the last of them first, as autograd has it.  dz [M, F] -> dx [M, K], dw, db
             for i in reversed(range(count)):
                 own, *found[2 * i : 2 * i + 2] = gradients(
@@ -238,7 +238,7 @@ def _kept_x(codes: Operand, high: Tensor | None, plan: LinearPlan, needs: Needs)
     return Kept(None, codes.scale if plan.keeps_input else None, high) if _keeps_rows(plan, needs) else Kept()
 
 
-def _completed(
+def _with_codes_of_x(
     x: list[Kept], of_z: tuple[Gradient, ...], plans: tuple[LinearPlan, ...], needs: tuple[Needs, ...]
 ) -> list[Kept]:
     """What the first products need of x: as it was kept; or its codes made again, once for all that make the same."""
@@ -266,9 +266,7 @@ def _cast_alike(first: Any, second: Any) -> bool:
     if torch.compiler.is_compiling():
         return False
     one, other = first.origin(), second.origin()
-    if one is None or other is None or len(one) != len(other):
-        return False
-    return all(a is b for a, b in zip(one, other, strict=True))
+    return one is not None and other is not None and same_origin(one, other)
 
 
 def _extents(x: Tensor, setup: MLP, weights: Any) -> list[Extents]:

@@ -59,8 +59,7 @@ class _Made:
             and cast.dtype is dtype
             and (cast.columnwise or not columnwise)
             and not any(taker is owner for taker in self.takers)
-            and len(cast.origin) == len(origin)
-            and all(a is b for a, b in zip(cast.origin, origin, strict=True))
+            and same_origin(cast.origin, origin)
         )
 
     def is_for(self, x: Tensor, group: OperandState | None) -> bool:
@@ -128,6 +127,11 @@ def keep_for_followers(
     if where is not None:
         _LAST.made = _Made(x, _Cast(dtype, where, columnwise), operand, _FOLLOWERS)
         _LAST.made.on_taken = on_taken
+
+
+def same_origin(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
+    """True if quantizers of these origins make the same codes of the same data."""
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _may_be_taken(x: Tensor, group: OperandState | None) -> bool:

@@ -125,10 +125,7 @@ class Launcher:
                 return None
             entry = self._variants[full_key] = _entry(variant)
             return entry
-        launch, about = entry
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        # Of a tensor the launcher would ask the driver where it lies; an address it takes as it is.
-        launch(programs, 1, 1, stream, *about, *map(_address, tensors), *numbers, *constants)
+        _enter(entry, index, programs, tensors, numbers, constants)
         return entry
 
 
@@ -141,7 +138,7 @@ class Launch:
         programs, key, numbers, constants, warps: as of `Launcher`.
     """
 
-    __slots__ = ("_entry", "_index", "_launcher", "_which", "_with")
+    __slots__ = ("_constants", "_entry", "_index", "_key", "_launcher", "_numbers", "_programs", "_warps")
 
     def __init__(
         self,
@@ -153,20 +150,28 @@ class Launch:
         constants: tuple[Any, ...],
         warps: int,
     ) -> None:
-        self._launcher, self._index = launcher, index
-        self._which, self._with = (programs, key), (numbers, constants, warps)
+        self._launcher, self._index, self._programs, self._key = launcher, index, programs, key
+        self._numbers, self._constants, self._warps = numbers, constants, warps
         self._entry: Entry | None = None
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> None:
         """Launch on the current stream of the device, which must be the current one."""
-        programs, key = self._which
-        numbers, constants, warps = self._with
         if self._entry is None:
-            self._entry = self._launcher(programs, key, tensors, numbers, constants, warps)
-            return
-        launch, about = self._entry
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
-        launch(programs, 1, 1, stream, *about, *map(_address, tensors), *numbers, *constants)
+            self._entry = self._launcher(
+                self._programs, self._key, tensors, self._numbers, self._constants, self._warps
+            )
+        else:
+            _enter(self._entry, self._index, self._programs, tensors, self._numbers, self._constants)
+
+
+def _enter(
+    entry: Entry, index: int, programs: int, tensors: Any, numbers: tuple[int, ...], constants: tuple[Any, ...]
+) -> None:
+    """Launch a variant on the current stream of device `index`."""
+    launch, about = entry
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    # Of a tensor the launcher would ask the driver where it lies; an address it takes as it is.
+    launch(programs, 1, 1, stream, *about, *map(_address, tensors), *numbers, *constants)
 
 
 def _entry(variant: Any) -> Entry:

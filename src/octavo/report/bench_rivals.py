@@ -29,6 +29,7 @@ _MODES = {
     "cached": "weight cached",
     "converted": "converted, not frozen",
     "context": "in autocast",
+    "head": "its head too",
     "lean": "inputs made again",
     "linears": "linear layers alone",
     "compiled": "compiled",

@@ -38,7 +38,8 @@ TERMS = [
     ("Host time", "How long the processor takes to launch the work. It decides where layers are small."),
     (
         "Inputs made again (lean)",
-        "The compiler makes inputs again in the backward instead of keeping them: less memory, more time.",
+        "Inputs are made again in the backward instead of being kept, by Octavo or, of BF16, by the compiler: less"
+        " memory, more time.",
     ),
     ("Noise", "What two measurements of the same thing differ by. Gaps no larger than it say nothing."),
     ("p10 – p90", "Eight of ten samples lie in between. The median is what is compared."),

@@ -123,7 +123,7 @@ def update_states(states: list[LayerState], group: object | None, otherwise: Rec
     agreed = _agreed(states, grouped, group)
     for rule, by_format in grouped.items():
         formats = [one for one in by_format.items() if one[1]]
-        # One update takes two formats; delayed scaling knows no others than E4M3 and E5M2.
+        # One update takes up to two formats.
         for begin in range(0, len(formats), 2):
             _update(rule, formats[begin : begin + 2], agreed)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.conversion.known_models import gpt2, llama, vit
-from torch import Tensor
+from torch import Tensor, nn
 
 import octavo
 from octavo.conversion import causal_loss as fused
@@ -144,6 +144,47 @@ def test_a_class_with_a_loss_of_its_own_is_left_alone() -> None:
     model.__class__ = Own
     assert all(one.parts != ("loss",) for one in octavo.convert(model, CurrentScaling()).structures)
     assert "_loss_function" not in model.__dict__
+
+
+class Mine(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.full((), 42.0)
+
+
+def of_a_module(model: Any) -> None:
+    model._loss_function = Mine()
+
+
+def of_a_class(model: Any) -> None:
+    model.__class__ = type("Theirs", (type(model),), {"_loss_function": lambda *_, **__: torch.full((), 42.0)})
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("change", [of_a_module, of_a_class])
+def test_a_loss_that_is_a_module_or_a_method_stays(change: Any) -> None:
+    model = llama(1)
+    change(model)
+    tokens = torch.randint(0, model.config.vocab_size, (2, 16))
+    octavo.convert(model, CurrentScaling())
+    assert float(model(input_ids=tokens, labels=tokens).loss) == 42.0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_module_within_is_passed_by() -> None:
+    model: Any = llama(1)
+    model.extra = torch.jit.trace(nn.Identity(), torch.ones(2))  # type: ignore[no-untyped-call]
+    assert octavo.convert(model, CurrentScaling()).structures[-1].fused
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_where_fp8_is_off_and_under_transforms_it_is_that_of_transformers() -> None:
+    logits, labels = data(torch.bfloat16)
+    expected = loss_utils.ForCausalLMLoss(logits, labels, CLASSES)
+    (wanted,) = torch.autograd.grad(expected, logits)
+    with octavo.autocast(enabled=False):
+        (found,) = torch.autograd.grad(fused.causal_loss(logits, labels, CLASSES), logits, create_graph=True)
+    assert torch.equal(found, wanted)
+    assert torch.equal(torch.func.grad(lambda x: fused.causal_loss(x, labels, CLASSES))(logits.detach()), wanted)
 
 
 def test_a_frozen_model_has_its_loss_back() -> None:

@@ -277,6 +277,29 @@ def test_a_weight_is_cast_again_to_the_same_codes(recipe: str) -> None:
         assert sum(t.element_size() == 1 for t in kept) == codes.linear.wgrad_fp8, "the input's, if any"
 
 
+@pytest.mark.parametrize("recipe", ["current", "delayed", "rowwise"])
+def test_a_weight_is_cast_again_for_an_empty_batch_in_compiled_code(recipe: str) -> None:
+    torch._dynamo.reset()
+    layer = octavo.Linear(32, 48, recipe=ALL[recipe].replaced(saved_weight="high_precision"))
+    x = torch.randn(0, 32, requires_grad=True)
+    torch.compile(layer, backend="aot_eager")(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == (0, 32)
+    assert layer.weight.grad is not None
+    assert not layer.weight.grad.any()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_of_a_weight_that_is_computed_codes_are_kept(frozen: bool) -> None:
+    layer = octavo.Linear(32, 48, bias=False, recipe=ALL["current"].replaced(saved_weight="high_precision"))
+    torch.nn.utils.parametrizations.weight_norm(layer)
+    layer.requires_grad_(not frozen)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(torch.randn(8, 32, requires_grad=True))
+    assert any(t.shape == (32, 48) and t.itemsize == 1 for t in kept)
+
+
 @pytest.mark.parametrize(("x_grad", "w_grad"), [(False, True), (True, False), (False, False)])
 def test_nothing_is_kept_that_nobody_needs(x_grad: bool, w_grad: bool) -> None:
     layer, x = octavo.Linear(64, 32), torch.randn(48, 64, requires_grad=x_grad)

@@ -12,12 +12,14 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from octavo.conversion.report import StructureReport
 from octavo.functional.cross_entropy import cross_entropy
 from octavo.kernels.cross_entropy import LOGIT_DTYPES
 from octavo.kernels.triton_support import runs_compiled
+from octavo.runtime.autocast import current_frame
 
 _SLOT = "_loss_function"
 
@@ -31,7 +33,7 @@ def causal_loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """transformers' `ForCausalLMLoss` -> [], float32; by one kernel where there are kernels, else by itself.
+    """transformers' `ForCausalLMLoss` -> [], float32; by one kernel where there is one and FP8 is on, else by itself.
 
     Args:
         logits: [..., S, V].
@@ -42,7 +44,7 @@ def causal_loss(
         shift_labels: [..., S], the token that follows each; then `labels` is not looked at.
         kwargs: what else a model hands on.
     """
-    if not _has_kernel(logits):
+    if not (_has_kernel(logits) and _may_run(logits)):
         # Imported here: Dynamo traces that, and whose model this is has transformers.
         from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -88,16 +90,24 @@ def _language_models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     if losses is None:
         return
     for name, module in model.named_modules():
-        kind = type(module)
+        kind, known = type(module), losses.ForCausalLMLoss
+        if not isinstance(inspect.getattr_static(kind, "loss_function", None), property):
+            continue
         names = getattr(getattr(inspect.unwrap(kind.forward), "__code__", None), "co_names", ())
-        asks = "loss_function" in names and isinstance(inspect.getattr_static(kind, "loss_function", None), property)
         # (A type that transformers does not know stands for that of language models.)
-        known = losses.ForCausalLMLoss
-        of_tokens = asks and losses.LOSS_MAPPING.get(getattr(module, "loss_type", None), known) is known
-        # One that somebody has set stays.
-        if of_tokens and module.__dict__.get(_SLOT, causal_loss) is causal_loss:
+        of_tokens = losses.LOSS_MAPPING.get(getattr(module, "loss_type", None), known) is known
+        # One that somebody has set stays: an attribute, a module, or a method of a class of theirs.
+        if "loss_function" in names and of_tokens and getattr(module, _SLOT, causal_loss) is causal_loss:
             yield name, module
 
 
 def _has_kernel(logits: Tensor) -> bool:
-    return logits.is_cuda and logits.dtype in LOGIT_DTYPES and runs_compiled(logits.device.index)
+    return logits.is_cuda and runs_compiled(logits.device.index)
+
+
+def _may_run(logits: Tensor) -> bool:
+    """True where the kernel does what is asked: plain logits, FP8 on, and no transform of torch.func around."""
+    frame = current_frame()
+    transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    plain = type(logits) is Tensor and logits.dtype in LOGIT_DTYPES
+    return plain and not transformed and (frame is None or frame.enabled)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.functional.shared_input import as_rows
 from octavo.kernels import padded, runs_natively, scaled_mm
@@ -74,7 +74,7 @@ def _is_there_anyway(weight: Tensor) -> bool:
     if isinstance(weight, QuantizedTensor):
         return False
     # (Of traced code the compiler knows what it makes again.)
-    return torch.compiler.is_compiling() or (weight._base if weight._base is not None else weight).is_leaf
+    return torch.compiler.is_compiling() or isinstance(weight if weight._base is None else weight._base, nn.Parameter)
 
 
 def kept_weight(operand: Operand, weight: Tensor, plan: LinearPlan, needs_dx: bool) -> Kept:

@@ -109,7 +109,8 @@ def _not_before(value: Tensor, after: Tensor | None) -> Tensor:
     A cast that depends on nothing of the backward the compiler's partitioner moves into the forward, and keeps its
     codes where the input was to be kept. No amax is below -scale, which is negative.
     """
-    return value if after is None else torch.maximum(value, -after.reshape(-1)[0])
+    # (A sum of one; of an empty matrix of none.)
+    return value if after is None else torch.maximum(value, -after.reshape(-1)[:1].sum())
 
 
 class UsedScale:

@@ -21,7 +21,7 @@ from torch import Tensor
 from octavo.formats import E4M3
 from octavo.kernels.layout import padded
 from octavo.kernels.library import register
-from octavo.kernels.scaled_mm import Accumulation, native, scaled_mm_reference
+from octavo.kernels.scaled_mm import Accumulation, native, scaled_mm_emulated
 from octavo.kernels.triton_support import triton_is_installed
 
 _HOPPER = 9
@@ -201,7 +201,7 @@ def _by_rows_reference(
         scales = torch.nn.functional.pad(scale_a[start:stop], fill, value=1.0)
         # 2. [m', K] @ [K, N] -> [m', N]
         one = None if bias is None else bias[e]
-        product = scaled_mm_reference(codes, b[e], scales, scale_b[e], one, out_dtype, accumulate)
+        product = scaled_mm_emulated(codes, b[e], scales, scale_b[e], one, out_dtype, accumulate)
         # 3. Its rows.  [m, N]
         out[start:stop] = product[: stop - start]
     return out
@@ -246,7 +246,7 @@ def _over_rows_reference(
         last = first + padded(stop - start)
         one, other = a[:, first:last].contiguous(), b[:, first:last].contiguous()
         # 2. [N, m'] @ [m', K] -> [N, K]
-        out[e] = scaled_mm_reference(one, other, scale_a[e], scale_b[e], None, out_dtype, accumulate)
+        out[e] = scaled_mm_emulated(one, other, scale_a[e], scale_b[e], None, out_dtype, accumulate)
     return out
 
 

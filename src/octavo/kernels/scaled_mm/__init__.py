@@ -4,7 +4,8 @@
 
 Both operands are K-major, as Hopper's FP8 units take them. Where the device multiplies FP8 the product runs in cuBLASLt
 through `torch._scaled_mm`; elsewhere it is emulated: codes decoded to float32, products and sums in float32, then the
-same scaling and the same single rounding of the output.
+same scaling and the same single rounding of the output. Under `octavo.emulation("hopper")` sums are those of Hopper's
+tensor cores, bit by bit: `scaled_mm.hopper`.
 
 Scales by block, in the layout of `octavo.kernels.block_cast`, are told by their shape: `scaled_mm.blockwise`.
 """
@@ -29,7 +30,7 @@ from octavo.kernels.scaled_mm.native import (
     shape_reasons,
     unsupported_reasons,
 )
-from octavo.kernels.scaled_mm.reference import scaled_mm_reference
+from octavo.kernels.scaled_mm.reference import scaled_mm_emulated, scaled_mm_hopper, scaled_mm_reference
 
 Accumulation = Literal["fast", "precise"]
 
@@ -57,8 +58,8 @@ def scaled_mm(
         bias: [N], added in float32 before the output is rounded.
         out_dtype: float32, bfloat16 or float16.
         accumulate: "fast" sums all of K in the tensor core's own accumulator (about 14 significant bits on Hopper);
-            "precise" promotes partial sums to float32. Emulation sums in float32 either way, and scales by block are
-            always precise.
+            "precise" promotes partial sums to float32. Emulation sums in float32 either way unless `octavo.emulation`
+            says "hopper", and scales by block are always precise.
     """
     if scale_a.dim() == 2 and has_blocks(scale_a, a.shape[0]):
         return blockwise.block_scaled_mm(a, b, scale_a, scale_b, bias, out_dtype)
@@ -108,7 +109,7 @@ def _launch(
                 # What `scaled_mm_native` would do, of the commonest products without another call.
                 return torch._scaled_mm(a, b.t(), scale_a, scale_b, None, None, out_dtype, accumulate == "fast")
             return scaled_mm_native(a, b, scale_a, scale_b, bias, out_dtype, accumulate)
-    return scaled_mm_reference(a, b, scale_a, scale_b, bias, out_dtype, accumulate)
+    return scaled_mm_emulated(a, b, scale_a, scale_b, bias, out_dtype, accumulate)
 
 
 def _fake(
@@ -130,4 +131,13 @@ _operator = register(
     _fake,
 )
 
-__all__ = ["Accumulation", "device_reasons", "runs_natively", "scaled_mm", "scaled_mm_reference", "unsupported_reasons"]
+__all__ = [
+    "Accumulation",
+    "device_reasons",
+    "runs_natively",
+    "scaled_mm",
+    "scaled_mm_emulated",
+    "scaled_mm_hopper",
+    "scaled_mm_reference",
+    "unsupported_reasons",
+]

@@ -3,7 +3,8 @@
     out [M, N] = sum over the blocks c of K of (a [M, c] @ b [N, c]^T) * scale_a[c, M] * scale_b[c, N] + bias
 
 On Hopper it runs in cuBLASLt (12.9 or later), which promotes the sum of every block of 128 of K to float32 to scale it:
-accumulation is precise by nature. Elsewhere it is emulated: values in float32, products and sums in float32.
+accumulation is precise by nature. Elsewhere it is emulated: values in float32, products and sums in float32; or, as
+`octavo.emulation` says, the sums of each block of 128 as Hopper's tensor cores make them.
 
 torch takes E4M3 by E4M3 only. `torch._scaled_mm`, the older operator, has no place for the 128x128 scales of a K whose
 blocks are no multiple of 4: the newer one is called, `torch._scaled_mm_v2`, which `torch.nn.functional.scaled_mm`
@@ -20,9 +21,11 @@ from torch.nn.functional import ScalingType
 
 from octavo.formats import E4M3, decode
 from octavo.kernels.block_cast.layout import BLOCK, expanded, is_by_row
+from octavo.kernels.emulation import current_emulation
 from octavo.kernels.layout import ALIGNMENT
 from octavo.kernels.library import register
 from octavo.kernels.scaled_mm import native
+from octavo.kernels.scaled_mm.hopper import hopper_sum
 
 _CUDA = (12, 9)
 _HOPPER = 9
@@ -101,7 +104,8 @@ def _launch(
 ) -> Tensor:
     if a.numel() and b.numel() and runs_natively(a, b):
         return block_scaled_mm_native(a, b, scale_a, scale_b, bias, out_dtype)
-    return block_scaled_mm_reference(a, b, scale_a, scale_b, bias, out_dtype)
+    emulated = block_scaled_mm_hopper if current_emulation() == "hopper" else block_scaled_mm_reference
+    return emulated(a, b, scale_a, scale_b, bias, out_dtype)
 
 
 def block_scaled_mm_native(
@@ -129,6 +133,21 @@ def block_scaled_mm_reference(
     # 2. Products and sums, in float32 also where torch.autocast is on.  [M, K] @ [K, N] -> [M, N]
     with torch.autocast(a.device.type, enabled=False):
         out = a32 @ b32.t()
+    # 3. Bias in float32, one rounding.
+    return _with_bias(out, bias, out_dtype)
+
+
+def block_scaled_mm_hopper(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """As `block_scaled_mm`, with the sums of Hopper's tensor cores; any device, any formats.
+
+    Each block's sum is rounded by its scales and by the addition in float32: once if scales are powers of two.
+    """
+    # 1. One scale a row and block of K.  [K / 128, M], [K / 128, N]
+    of_a, of_b = (expanded(scale, codes)[:, ::BLOCK].t() for scale, codes in ((scale_a, a), (scale_b, b)))
+    # 2. Sums of each block in the tensor core's register, scaled and added in float32.  [M, K] @ [K, N] -> [M, N]
+    out = hopper_sum(a, b, promoted=True, scale_a=of_a, scale_b=of_b)
     # 3. Bias in float32, one rounding.
     return _with_bias(out, bias, out_dtype)
 

@@ -57,8 +57,8 @@ def convert(
         exclude: regular expressions; layers that one of them matches stay as they are.
         filter: None leaves out layers that FP8 would slow down on the device where they lie: move the model first.
             "all" takes them too; a function of (module, qualified name) decides by itself.
-        fuse: compute known MLPs as one, have normalisations cast their output ahead for the layers behind them, and on a
-            GPU compute transformers' loss of tokens without float32 logits. False leaves all but linear layers alone.
+        fuse: compute known MLPs as one, have normalisations cast their output ahead for the layers behind them, and, on
+            a GPU, transformers' loss of tokens without float32 logits. False leaves all but linear layers as they are.
         dry_run: change nothing, only report.
 
     Returns:

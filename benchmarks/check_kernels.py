@@ -45,11 +45,11 @@ Result = dict[str, Any]
 
 
 class Checks:
-    """Runs checks one by one, prints a line each, keeps a record each."""
+    """Runs checks one by one, prints a line each, keeps a record each; in the file `out` as they come, if there is one."""
 
-    def __init__(self, environment: Result, seconds: float) -> None:
+    def __init__(self, environment: Result, seconds: float, out: Path | None = None) -> None:
         self.environment, self.deadline, self.records = environment, time.monotonic() + seconds, []
-        self.failed = 0
+        self.failed, self.out = 0, out
 
     def run(self, name: str, check: Callable[[], Result], **about: Any) -> None:
         """One check; it returns its figures, of which `mismatches` or `ok` says whether it passed."""
@@ -65,6 +65,8 @@ class Checks:
         result["seconds"] = round(time.monotonic() - started, 3)
         self.records.append(self.environment | {"check": name} | about | result)
         self.failed += result["ok"] is False
+        if self.out is not None:
+            self.write(self.out)
         figures = {key: value for key, value in (about | result).items() if key not in ("ok", "traceback")}
         mark = {True: "ok  ", False: "FAIL", None: "skip"}[result["ok"]]
         print(f"{mark} {name:<28} {'  '.join(f'{key}={value}' for key, value in figures.items())}", flush=True)

@@ -47,11 +47,10 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device: nothing to check", file=sys.stderr)
         return 2
-    checks = Checks(environment(options.commit), options.seconds)
+    checks = Checks(environment(options.commit), options.seconds, options.out)
     for name, part in PARTS.items():
         if name in options.only:
             part(checks)
-            checks.write(options.out)
     print(f"{len(checks.records)} checks, {checks.failed} failed; {options.out}")
     return 1 if checks.failed else 0
 

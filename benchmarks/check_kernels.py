@@ -45,7 +45,7 @@ Result = dict[str, Any]
 
 
 class Checks:
-    """Runs checks one by one, prints a line each, keeps a record each; in the file `out` as they come, if there is one."""
+    """Runs checks one by one, prints a line each, keeps a record each; in the file `out`, if given, as they come."""
 
     def __init__(self, environment: Result, seconds: float, out: Path | None = None) -> None:
         self.environment, self.deadline, self.records = environment, time.monotonic() + seconds, []

@@ -95,8 +95,17 @@ def test_a_recipe_of_another_kind_is_refused() -> None:
     with pytest.raises(ValueError, match=r"transformer_engine\.common\.recipe"):
         te.autocast(recipe=octavo.recipes.CurrentScaling())
     with pytest.raises(NotImplementedError, match="MXFP8BlockScaling"):
-        te.autocast(recipe=MXFP8BlockScaling())
-    te.autocast(enabled=False, recipe=MXFP8BlockScaling())  # nobody uses it
+        te.autocast(recipe=MXFP8BlockScaling(margin=1))
+    te.autocast(enabled=False, recipe=MXFP8BlockScaling(margin=1))  # nobody uses it
+
+
+def test_a_layer_runs_under_mx_scales() -> None:
+    layer, x = te.Linear(48, 16, device="cpu"), torch.randn(4, 48)
+    with te.autocast(recipe=MXFP8BlockScaling()), octavo.count_gemms() as gemms:
+        y = layer(x)
+    assert [how for _, _, how in gemms.entries] == ["fp8 emulated"]
+    with octavo.autocast(recipe=octavo.recipes.MXFP8Scaling()):
+        assert torch.equal(layer(x), y)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="FP8 may be native here")
@@ -105,7 +114,7 @@ def test_availability_without_a_gpu_says_that_fp8_is_emulated() -> None:
     available, reason = te.is_fp8_available(return_reason=True)
     assert available is False
     assert "emulates" in reason
-    assert te.is_mxfp8_available(return_reason=True)[1].startswith("MXFP8BlockScaling")
+    assert te.is_mxfp8_available(return_reason=True)[1].endswith("emulated on every device in this version")
     # The older names answer with the reason at once.
     assert te.fp8.check_fp8_support() == FP8GlobalStateManager.is_fp8_available() == (False, reason)
     assert te.fp8.check_mxfp8_support() == FP8GlobalStateManager.is_mxfp8_available()

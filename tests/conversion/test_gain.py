@@ -33,7 +33,15 @@ from octavo.conversion.gain import (
     smallest_tokens,
 )
 from octavo.conversion.selection import speed_reasons
-from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling, StaticScaling
+from octavo.recipes import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+    Recipe,
+    RowwiseScaling,
+    StaticScaling,
+)
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 # The largest error of the fit over all its points is 3.9 %.
@@ -163,6 +171,10 @@ def test_a_bias_costs_bf16_a_read_of_dy_and_fp8_a_slower_cast() -> None:
 )
 def test_a_recipe_costs_what_its_specs_cost(recipe: Recipe, name: str) -> None:
     assert method_of(recipe) == METHODS[name]
+
+
+def test_a_recipe_that_is_emulated_on_every_device_is_not_weighed() -> None:
+    assert method_of(MXFP8Scaling()) is None
 
 
 def test_products_that_stay_in_bf16_are_charged_so() -> None:

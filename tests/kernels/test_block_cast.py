@@ -192,7 +192,7 @@ def test_bad_input_is_named() -> None:
         block_cast(x.long(), E4M3, BLOCK_1X128, POWER_OF_TWO)
     with pytest.raises(ValueError, match=r"found torch.float32 of shape \(16,\)"):
         block_cast(x.flatten(), E4M3, BLOCK_1X128, POWER_OF_TWO)
-    with pytest.raises(ValueError, match="granularity is 128x1: block-scaled products take 1x128 or 128x128"):
+    with pytest.raises(ValueError, match="granularity is 128x1: block-scaled products take 1x128, 128x128 or mx"):
         block_cast(x, E4M3, BLOCK_128X1, POWER_OF_TWO)
     with pytest.raises(ValueError, match="granularity is 128x1"):
         lay_out(x.to(E4M3.dtype), torch.ones(1, 4), BLOCK_128X1)

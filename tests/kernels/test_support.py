@@ -95,9 +95,13 @@ def test_every_reason_is_shown() -> None:
 
 def test_unknown_features_are_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        ValueError, match="unknown feature 'fp4': expected 'fp8_products', 'block_products', 'triton_kernels'"
+        ValueError, match="unknown feature 'fp4': expected 'fp8_products', 'block_products', 'mx_products', 'tri"
     ):
         octavo.is_supported("fp4", "cuda:99")
+
+
+def test_products_under_mx_scales_are_native_nowhere() -> None:
+    assert "on every device" in octavo.is_supported("mx_products", "cpu").reasons[1]
 
 
 @pytest.mark.gpu

@@ -56,7 +56,7 @@ def take_kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _cast(x: Tensor, format: Any, rowwise: Any, columnwise: Any, rule: Any, gathered: Any, *flags: bool) -> CastOutput:
-    epsilon, power_of_two = (None, False) if rule is None else rule
+    epsilon, power_of_two = (None, False) if rule is None else rule[:2]
     shared = rowwise is columnwise
     codes, scale, codes_t, scale_t, sums = cast_transpose_inductor(
         x, format.name, rowwise, columnwise, epsilon, power_of_two, gathered, *flags, shared

@@ -11,7 +11,7 @@ from tests.measures import sqnr_db
 from torch import Tensor
 
 import octavo
-from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling, Recipe, RowwiseScaling
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "layers"
 
@@ -29,6 +29,7 @@ LINEAR = {
     "`DelayedScaling`, `CurrentScaling`": (DelayedScaling(initialise_from_first_batch=True), CurrentScaling()),
     "`CurrentScaling(format=E4M3)`": (CurrentScaling(format=octavo.E4M3),),
     "`RowwiseScaling`, `BlockScaling`": (RowwiseScaling(), BlockScaling()),
+    "`MXFP8Scaling`": (MXFP8Scaling(),),
 }
 
 

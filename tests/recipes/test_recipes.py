@@ -22,6 +22,7 @@ from octavo.recipes import (
     CurrentScaling,
     DelayedScaling,
     FormatPair,
+    MXFP8Scaling,
     Recipe,
     RowwiseScaling,
     StaticScaling,
@@ -56,6 +57,7 @@ CHANGED: dict[type[Recipe], dict[str, Any]] = {
     },
     CurrentScaling: {"format": octavo.E4M3, "power_of_two_scales": True, "amax_epsilon": 1e3},
     BlockScaling: {"format": octavo.HYBRID, "power_of_two_scales": False},
+    MXFP8Scaling: {"format": octavo.HYBRID, "scale_rounding": "floor"},
     RowwiseScaling: {"format": octavo.HYBRID, "power_of_two_scales": False, "high_precision_wgrad": True},
     StaticScaling: {"format": octavo.E4M3, "input_scale": 0.4, "weight_scale": None, "grad_output_scale": 4.0},
 }
@@ -66,7 +68,7 @@ FIELDS = [
     (kind, field.name)
     for kind in KINDS
     for field in dataclasses.fields(kind)
-    if (kind, field.name) != (BlockScaling, "accumulate")
+    if (kind, field.name) not in ((BlockScaling, "accumulate"), (MXFP8Scaling, "accumulate"))
 ]
 
 
@@ -199,10 +201,13 @@ def test_recipes_are_frozen_and_keyword_only(kind: type[Recipe]) -> None:
             "leave high_precision_wgrad out",
         ),
         *[
-            (BlockScaling, {"accumulate": Accumulate(**{"fprop": "precise", gemm: "fast"})}, rf"{gemm} is 'fast': prod")
+            (kind, {"accumulate": Accumulate(**{"fprop": "precise", gemm: "fast"})}, rf"{gemm} is 'fast': products")
+            for kind in (BlockScaling, MXFP8Scaling)
             for gemm in ("fprop", "dgrad", "wgrad")
         ],
         (BlockScaling, {"power_of_two_scales": 1}, "power_of_two_scales is 1"),
+        (MXFP8Scaling, {"scale_rounding": "nearest"}, "scale_rounding is 'nearest': expected 'up' or 'floor'"),
+        (MXFP8Scaling, {"scale_rounding": True}, "scale_rounding is True: expected 'up' or 'floor'"),
         *[(kind, {"format": 3}, "format is 3: expected octavo.HYBRID") for kind in KINDS],
         *[(kind, {"format": "E8M0"}, "format E8M0 holds no operand of a product") for kind in KINDS],
         (StaticScaling, {"input_scale": 0.0}, "input_scale is 0.0: a scale is a number, positive and finite"),

@@ -7,6 +7,7 @@ on.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable
 
@@ -167,8 +168,13 @@ def _convert_layer(layer: Candidate, recipe: Recipe, dry_run: bool) -> LayerRepo
         converts,
         type(own).__name__ if converts else "",
         reason,
-        expected_gain(layer.in_features, layer.out_features, method=method_of(own or recipe)),
+        _gain(layer, own or recipe),
     )
+
+
+def _gain(layer: Candidate, recipe: Recipe) -> float:
+    method = method_of(recipe)
+    return math.nan if method is None else expected_gain(layer.in_features, layer.out_features, method=method)
 
 
 def _shared_inputs(model: nn.Module) -> list[str]:

@@ -56,4 +56,5 @@ def _device_type(layer: Candidate) -> str:
 
 def _slows_down(layer: Candidate, recipe: Recipe) -> bool:
     own = recipe.for_layer(layer.name)
-    return own is not None and bool(speed_reasons(layer.in_features, layer.out_features, method=method_of(own)))
+    method = None if own is None else method_of(own)
+    return method is not None and bool(speed_reasons(layer.in_features, layer.out_features, method=method))

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from octavo.conversion.card import H200, Card, Pass, Products, pass_seconds, product_seconds
 from octavo.recipes import Recipe
-from octavo.scaling import ROW, TENSOR
+from octavo.scaling import MX, ROW, TENSOR
 
 # A cast as the targets of the bench ask for it: 4 bytes an element (2 read, 1 + 1 written) at 1 / 1.12 of copying.
 CAST_BYTES = 1.12 * 4
@@ -70,10 +70,15 @@ METHODS: dict[str, Method] = {
 }
 
 
-def method_of(recipe: Recipe) -> Method:
-    """What a recipe's specs cost; of recipes that mix granularities, what that of the input costs."""
+def method_of(recipe: Recipe) -> Method | None:
+    """What a recipe's specs cost; of recipes that mix granularities, what that of the input costs.
+
+    None of MX blocks, whose products are emulated on every device: they gain nothing.
+    """
     specs = recipe.linear
     granularity = specs.input.granularity
+    if granularity is MX:
+        return None
     if granularity is TENSOR:
         base = METHODS["current" if specs.input.scaling == "current" else "delayed"]
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +24,8 @@ class LayerReport:
         converted: whether it runs in FP8 now (or would, in a dry run).
         recipe: of the layer, as text; empty if not converted.
         reason: why it was skipped, or a remark; may be empty.
-        expected_gain: speed of forward and backward over bf16 on an H200 with many tokens, by `octavo.conversion.gain`.
+        expected_gain: speed of forward and backward over bf16 on an H200 with many tokens, by `octavo.conversion.gain`;
+            NaN under a recipe that is emulated on every device.
     """
 
     name: str
@@ -114,6 +116,7 @@ class ConversionReport:
         rows = [head]
         for layer in self.layers:
             gain = f"{layer.expected_gain:.2f}x" if layer.converted else ""
+            gain = "emulated" if layer.converted and math.isnan(layer.expected_gain) else gain
             remark = "; ".join(text for text in (layer.recipe, layer.reason) if text)
             size = str(layer.in_features), str(layer.out_features)
             rows.append((layer.name or "(root)", layer.kind, *size, "yes" if layer.converted else "no", gain, remark))

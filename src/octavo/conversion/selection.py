@@ -153,7 +153,7 @@ def _speed_reasons(module: nn.Module, in_features: int, out_features: int, recip
     if not is_weighed(module):
         return []
     method = METHODS["delayed"] if recipe is None else method_of(recipe)
-    return speed_reasons(in_features, out_features, method=method)
+    return [] if method is None else speed_reasons(in_features, out_features, method=method)
 
 
 def _patterns(patterns: str | Iterable[str] | None, name: str) -> list[str]:

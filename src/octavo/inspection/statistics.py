@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from octavo.formats import Format, decode
+from octavo.formats import Format, decode, format_of
+from octavo.kernels import expanded, has_blocks
 from octavo.scaling import as_matrix, expand_scale
-from octavo.tensor import QuantizedTensor
+from octavo.tensor import Operand, QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,25 @@ def cast_statistics(x: Tensor, codes: Tensor, scale: Tensor, format: Format) -> 
         nonfinite=int((~finite).sum().item()),
         sqnr_db=_decibel(signal, noise),
     )
+
+
+def operand_statistics(x: Tensor, operand: Operand) -> tuple[Statistics, float] | None:
+    """What casting x [M, K] to an operand of a product did, and the largest of its scales; None of an empty one.
+
+    Of an operand in both layouts it is the row-wise one that is looked at. Padding does not count.
+    """
+    codes, scale, matrix = operand.codes, operand.scale, x
+    if codes is None:
+        codes, scale, matrix = operand.codes_t, operand.scale_t, x.t()
+    if codes is None or scale is None or not matrix.numel():
+        return None
+    rows, columns = matrix.shape
+    # Without those of padding; one for each code where blocks share them.
+    shown = scale[:rows] if scale.dim() else scale
+    if has_blocks(scale, codes.shape[0]):
+        shown = expanded(scale, codes)[:rows, :columns]
+    figures = cast_statistics(matrix, codes[:rows, :columns], shown, format_of(codes.dtype))
+    return figures, shown.max().item()
 
 
 def _decibel(signal: float, noise: float) -> float:

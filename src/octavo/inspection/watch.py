@@ -8,15 +8,13 @@ may keep those breaks; under `fullgraph=True` it raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octavo.formats import format_of
-from octavo.inspection.statistics import Statistics, cast_statistics
-from octavo.kernels import expanded, has_blocks
+from octavo.inspection.statistics import Statistics, operand_statistics
 from octavo.modules import FP8LinearMixin
 from octavo.recipes import OperandName
 from octavo.runtime import Observer
@@ -52,7 +50,7 @@ class watch:
         layers = list(_layers(self.model))
         if not layers:
             raise ValueError(f"{type(self.model).__name__} has no FP8 layer to watch: octavo.convert(model) makes some")
-        if any("_orig_mod" in module._modules or module._compiled_call_impl for module in self.model.modules()):
+        if is_compiled(self.model):
             raise ValueError(f"{type(self.model).__name__} is compiled: {_COMPILED}")
         self._outer.append([(layer, layer.observer) for _, layer in layers])
         for name, layer in layers:
@@ -68,30 +66,16 @@ class watch:
     def _observer(self, layer: str, outer: Observer | None) -> Observer:
         def observe(operand: OperandName, quantizer: Quantizer) -> Quantizer:
             inner = quantizer if outer is None else outer(operand, quantizer)
-
-            def watched(x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
-                result = inner(x, rowwise, columnwise, column_sum)
-                self._record((layer, operand), x, result)
-                return result
-
+            watched = watched_quantizer(inner, lambda x, result: self._record((layer, operand), x, result))
             disabled: Quantizer = torch.compiler.disable(watched, reason=_COMPILED)
             return disabled
 
         return observe
 
     def _record(self, key: tuple[str, str], x: Tensor, operand: Operand) -> None:
-        codes, scale, matrix = operand.codes, operand.scale, x
-        if codes is None:
-            codes, scale, matrix = operand.codes_t, operand.scale_t, x.t()
-        if codes is None or scale is None or not matrix.numel():
-            return
-        rows, columns = matrix.shape
-        # Without those of padding; one for each code where blocks share them.
-        shown = scale[:rows] if scale.dim() else scale
-        if has_blocks(scale, codes.shape[0]):
-            shown = expanded(scale, codes)[:rows, :columns]
-        self.statistics[key] = cast_statistics(matrix, codes[:rows, :columns], shown, format_of(codes.dtype))
-        self.scales[key] = shown.max().item()
+        seen = operand_statistics(x, operand)
+        if seen is not None:
+            self.statistics[key], self.scales[key] = seen
 
     def __str__(self) -> str:
         lines = [
@@ -103,6 +87,22 @@ class watch:
                 f" {figures.underflow:>9.2%} {figures.saturation:>9.2%} {figures.sqnr_db:>5.1f} dB"
             )
         return "\n".join(lines)
+
+
+def watched_quantizer(inner: Quantizer, record: Callable[[Tensor, Operand], None]) -> Quantizer:
+    """A quantizer that does what `inner` does, and tells `record` of each matrix [M, K] and the operand made of it."""
+
+    def watched(x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
+        result = inner(x, rowwise, columnwise, column_sum)
+        record(x, result)
+        return result
+
+    return watched
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """True if the model or a part of it runs compiled."""
+    return any("_orig_mod" in module._modules or module._compiled_call_impl for module in model.modules())
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, FP8LinearMixin]]:

@@ -10,12 +10,14 @@ import torch
 
 from octavo.kernels.scaled_mm import device_reasons as product_reasons
 from octavo.kernels.scaled_mm.blockwise import device_reasons as block_product_reasons
+from octavo.kernels.scaled_mm.blockwise import mx_device_reasons as mx_product_reasons
 from octavo.kernels.triton_support import device_reasons as kernel_reasons
 
-Feature = Literal["fp8_products", "block_products", "triton_kernels"]
+Feature = Literal["fp8_products", "block_products", "mx_products", "triton_kernels"]
 _REASONS: dict[str, Callable[[torch.device], list[str]]] = {
     "fp8_products": product_reasons,
     "block_products": block_product_reasons,
+    "mx_products": mx_product_reasons,
     "triton_kernels": kernel_reasons,
 }
 
@@ -44,7 +46,8 @@ def is_supported(what: Feature, device: torch.device | str | None = None) -> Sup
 
     Args:
         what: "fp8_products" (matrix products on FP8 units), "block_products" (those under scales by block, for
-            BlockScaling) or "triton_kernels" (casts and amaxes in Triton).
+            BlockScaling), "mx_products" (those under MX scales, for MXFP8Scaling) or "triton_kernels" (casts and
+            amaxes in Triton).
         device: the current CUDA device if there is one, else the CPU, if None.
 
     Raises:

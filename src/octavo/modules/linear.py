@@ -254,6 +254,7 @@ def quantize_parameter(module: FP8LinearMixin) -> None:
         scale=spec.static_scale,
         power_of_two=spec.power_of_two,
         epsilon=spec.epsilon,
+        scale_rounding=spec.scale_rounding,
     )
     parameter = nn.Parameter(codes)
     if mode.keep_high_precision:

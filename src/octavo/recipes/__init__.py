@@ -3,6 +3,7 @@
 from octavo.recipes.block import BlockScaling
 from octavo.recipes.current import CurrentScaling
 from octavo.recipes.delayed import DelayedScaling
+from octavo.recipes.mxfp8 import MXFP8Scaling
 from octavo.recipes.recipe import HYBRID, Accumulate, DelayedUpdate, FormatPair, Gemm, OperandName, Recipe, check_recipe
 from octavo.recipes.rowwise import RowwiseScaling
 from octavo.recipes.static import StaticScaling
@@ -16,6 +17,7 @@ __all__ = [
     "DelayedUpdate",
     "FormatPair",
     "Gemm",
+    "MXFP8Scaling",
     "OperandName",
     "Recipe",
     "RowwiseScaling",

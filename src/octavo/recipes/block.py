@@ -5,13 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from octavo.formats import E4M3
-from octavo.recipes.recipe import GEMMS, Accumulate, FormatChoice, Gemm, OperandName, Recipe, format_for, keep_format
+from octavo.recipes.recipe import (
+    Accumulate,
+    FormatChoice,
+    Gemm,
+    OperandName,
+    Recipe,
+    all_precise,
+    format_for,
+    keep_format,
+    keep_precise,
+)
 from octavo.scaling import BLOCK_1X128, BLOCK_128X128
 from octavo.tensor import QuantizeSpec
-
-
-def _precise() -> Accumulate:
-    return Accumulate(fprop="precise", dgrad="precise", wgrad="precise")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,19 +32,14 @@ class BlockScaling(Recipe):
         power_of_two_scales: multipliers are rounded down to powers of two.
     """
 
-    accumulate: Accumulate = field(default_factory=_precise)
+    accumulate: Accumulate = field(default_factory=all_precise)
     format: FormatChoice = E4M3
     power_of_two_scales: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         keep_format(self)
-        for gemm in GEMMS:
-            if getattr(self.accumulate, gemm) != "precise":
-                raise ValueError(
-                    f"accumulate.{gemm} is 'fast': products by block sum precisely, every 128 of K in float32; leave"
-                    " accumulate out, or use CurrentScaling"
-                )
+        keep_precise(self, "products by block sum precisely, every 128 of K in float32")
         self.complete()
 
     def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:

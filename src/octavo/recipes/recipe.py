@@ -222,6 +222,18 @@ def keep_format(recipe: Any) -> None:
     object.__setattr__(recipe, "format", kept)
 
 
+def all_precise() -> Accumulate:
+    """The sums of products by block."""
+    return Accumulate(fprop="precise", dgrad="precise", wgrad="precise")
+
+
+def keep_precise(recipe: Recipe, why: str) -> None:
+    """Raise ValueError if a product is to sum fast; why it cannot."""
+    for gemm in GEMMS:
+        if getattr(recipe.accumulate, gemm) != "precise":
+            raise ValueError(f"accumulate.{gemm} is 'fast': {why}; leave accumulate out, or use CurrentScaling")
+
+
 def _checked_override(pair: Any) -> tuple[str, Recipe | None]:
     try:
         pattern, recipe = pair

@@ -11,7 +11,7 @@ from octavo.recipes import Accumulate, OperandName
 from octavo.runtime.checkpointing import Call
 from octavo.runtime.counting import GemmCount, current_count
 from octavo.runtime.layer_state import LayerState
-from octavo.scaling import BLOCK_1X128, BLOCK_128X128
+from octavo.scaling import PRODUCT_BLOCKS
 from octavo.tensor import (
     BlockQuantizer,
     CurrentQuantizer,
@@ -123,6 +123,6 @@ def _planned(
 
 
 def _stateless(spec: QuantizeSpec) -> Quantizer:
-    if spec.granularity in (BLOCK_1X128, BLOCK_128X128):
+    if spec.granularity in PRODUCT_BLOCKS:
         return BlockQuantizer(spec)
     return StaticQuantizer(spec) if spec.scaling == "static" else CurrentQuantizer(spec)

@@ -74,6 +74,9 @@ GRANULARITIES: tuple[Granularity, ...] = (
     MX_TRANSPOSED,
 )
 
+# Of the operands of products by block.
+PRODUCT_BLOCKS: tuple[Granularity, ...] = (BLOCK_1X128, BLOCK_128X128, MX)
+
 
 def granularity_named(granularity: str | tuple[int, int] | Granularity) -> Granularity:
     """ "tensor", "row", "column", "mx" or the extent of a block, such as (1, 128), as a `Granularity`."""

@@ -9,12 +9,12 @@ from octavo.tensor.quantizer import Operand, StatelessQuantizer
 
 
 class BlockQuantizer(StatelessQuantizer):
-    """Current scaling by blocks of 1x128 or 128x128, along the rows of each layout.
+    """Current scaling by blocks of 1x128, 128x128 or MX, along the rows of each layout.
 
-    Its operands have their K padded to a multiple of 128, and scales as `octavo.kernels.block_cast.layout` has them.
+    Its operands have their K padded to whole blocks, and scales as `octavo.kernels.block_cast.layout` has them.
 
     Args:
-        spec: of granularity BLOCK_1X128 or BLOCK_128X128.
+        spec: of granularity BLOCK_1X128, BLOCK_128X128 or MX.
     """
 
     def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:

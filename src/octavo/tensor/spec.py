@@ -10,7 +10,7 @@ import torch
 
 from octavo.formats import Format, format_given
 from octavo.kernels import ScaleRule
-from octavo.scaling import TENSOR, Granularity
+from octavo.scaling import MX, TENSOR, Granularity, ScaleRounding
 from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
 
 Scaling = Literal["current", "delayed", "static"]
@@ -27,7 +27,8 @@ class QuantizeSpec:
         scaling: "current" measures the amax now; "delayed" takes the scale from the owner's state; "static" from
             `static_scale`.
         power_of_two: multipliers are rounded down to a power of two (current scaling).
-        epsilon: amaxes below it count as it (current scaling).
+        scale_rounding: of the exponent of MX scales, "up" or "floor", see `octavo.scaling.rules.mx_scale`.
+        epsilon: amaxes below it count as it (current scaling; not of MX).
         inf_to_nan: ±inf becomes NaN instead of ±M: for gradients.
         static_scale: the scale, value = code * scale, of static scaling.
     """
@@ -36,6 +37,7 @@ class QuantizeSpec:
     granularity: Granularity = TENSOR
     scaling: Scaling = "current"
     power_of_two: bool = False
+    scale_rounding: ScaleRounding = "up"
     epsilon: float = 0.0
     inf_to_nan: bool = False
     static_scale: float | None = None
@@ -48,7 +50,7 @@ class QuantizeSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", format_given(self.format))
-        object.__setattr__(self, "_rule", ScaleRule(float(self.epsilon).hex(), self.power_of_two))
+        object.__setattr__(self, "_rule", ScaleRule(float(self.epsilon).hex(), self.power_of_two, self.scale_rounding))
         if self.scaling not in ("current", "delayed", "static"):
             raise ValueError(f"scaling is {self.scaling!r}: expected 'current', 'delayed' or 'static'")
         if self.epsilon < 0:
@@ -58,12 +60,25 @@ class QuantizeSpec:
                 f"{self.scaling} scaling keeps one scale a tensor, found granularity {self.granularity}:"
                 " use scaling='current', or granularity TENSOR"
             )
+        self._check_mx()
         if (self.scaling == "static") != (self.static_scale is not None):
             raise ValueError(
                 f"scaling is {self.scaling!r} and static_scale is {self.static_scale}: give both or neither"
             )
         if self.static_scale is not None:
             object.__setattr__(self, "static_scale", checked_scale("static_scale", self.static_scale))
+
+    def _check_mx(self) -> None:
+        """Raise ValueError if something is said of MX scales that is not so."""
+        if self.scale_rounding not in ("up", "floor"):
+            raise ValueError(f"scale_rounding is {self.scale_rounding!r}: expected 'up' or 'floor'")
+        if self.granularity is not MX and self.scale_rounding != "up":
+            raise ValueError(
+                f"scale_rounding is {self.scale_rounding!r}, which MX scales alone have, found granularity"
+                f" {self.granularity}: leave it out"
+            )
+        if self.granularity is MX and self.epsilon:
+            raise ValueError(f"epsilon is {self.epsilon}: MX scales have none, leave it out")
 
 
 def checked_scale(name: str, scale: Any) -> float:

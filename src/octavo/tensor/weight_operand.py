@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import lay_out, pad_matrix, pad_row_scale
-from octavo.scaling import BLOCK_1X128, BLOCK_128X128, ROW, TENSOR, Granularity
+from octavo.scaling import BLOCK_128X128, MX, PRODUCT_BLOCKS, ROW, TENSOR, Granularity
 from octavo.tensor.quantized_tensor import QuantizedTensor, values
 from octavo.tensor.quantizer import Operand, Quantizer
 
@@ -18,7 +18,7 @@ def operand_of(
 
     One scale a tensor serves both layouts. One scale a row serves the row-wise layout; the other one is quantized anew
     by `quantizer`, from the decoded values, as is everything of any other granularity. Blocks of 128x128 serve both
-    layouts of a product by blocks.
+    layouts of a product by blocks, and MX blocks the row-wise one.
 
     Args:
         q: the matrix.
@@ -27,12 +27,8 @@ def operand_of(
         granularity: of what `quantizer` makes. A product is by blocks in both operands or in none.
     """
     codes = scale = codes_t = scale_t = None
-    if granularity in (BLOCK_1X128, BLOCK_128X128):
-        if q.granularity is not BLOCK_128X128 or granularity is not BLOCK_128X128:
-            return quantizer(values(q.codes, q.scale, q.granularity), rowwise, columnwise)
-        codes, scale = lay_out(q.codes, q.scale, q.granularity) if rowwise else (None, None)
-        codes_t, scale_t = lay_out(q.codes.t(), q.scale.t(), q.granularity) if columnwise else (None, None)
-        return Operand(codes, scale, codes_t, scale_t)
+    if granularity in PRODUCT_BLOCKS:
+        return _by_block(q, quantizer, rowwise, columnwise, granularity)
     if q.granularity is TENSOR:
         padded = _pad(q.codes)
         codes, scale = (padded, q.scale) if rowwise else (None, None)
@@ -46,6 +42,22 @@ def operand_of(
         codes, scale = (fresh.codes, fresh.scale) if rowwise else (codes, scale)
         codes_t, scale_t = fresh.codes_t, fresh.scale_t
     return Operand(codes, scale, codes_t, scale_t)
+
+
+def _by_block(
+    q: QuantizedTensor, quantizer: Quantizer, rowwise: bool, columnwise: bool, granularity: Granularity
+) -> Operand:
+    """The operand of a product by block: q's own codes in the layouts that its blocks serve."""
+    alike = q.granularity is granularity
+    keeps_rows = rowwise and alike and granularity in (BLOCK_128X128, MX)
+    keeps_columns = columnwise and alike and granularity is BLOCK_128X128
+    codes, scale = lay_out(q.codes, q.scale, granularity) if keeps_rows else (None, None)
+    codes_t, scale_t = lay_out(q.codes.t(), q.scale.t(), granularity) if keeps_columns else (None, None)
+    if rowwise == keeps_rows and columnwise == keeps_columns:
+        return Operand(codes, scale, codes_t, scale_t)
+    high = values(q.codes, q.scale, q.granularity)
+    fresh = quantizer(high, rowwise and not keeps_rows, columnwise and not keeps_columns)
+    return Operand(*(fresh[i] if own is None else own for i, own in enumerate((codes, scale, codes_t, scale_t))))
 
 
 def _pad(codes: Tensor) -> Tensor:

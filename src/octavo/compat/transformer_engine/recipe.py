@@ -343,7 +343,14 @@ class Float8BlockScaling(Recipe):
 
 @dataclass
 class MXFP8BlockScaling(Recipe):
-    """One power-of-two scale for each 32 values; not built yet, so using it raises NotImplementedError."""
+    """One power-of-two scale for each 32 values, along K of each product; emulated on every device.
+
+    Attributes:
+        margin: 0; others are not built.
+        fp8_format: Format.E4M3, or Format.HYBRID for gradients in E5M2.
+        fp8_dpa, fp8_mha: FP8 attention: not built.
+        backward_override: None, or "high_precision"; "dequantized" is not built.
+    """
 
     margin: int = 0
     fp8_format: Format = Format.E4M3
@@ -355,3 +362,11 @@ class MXFP8BlockScaling(Recipe):
     def mxfp8(cls) -> bool:
         """True."""
         return True
+
+    def translate(self) -> recipes.Recipe:
+        """`octavo.recipes.MXFP8Scaling`."""
+        native = recipes.MXFP8Scaling(
+            format=self._pair(self.fp8_format), backward=self._backward(self.backward_override)
+        )
+        self._refuse(margin=self.margin, fp8_dpa=self.fp8_dpa, fp8_mha=self.fp8_mha)
+        return native

@@ -3,14 +3,16 @@
     codes   [M', K'']    cast(x / scale)        1x128: one scale for 128 neighbours of a row of x
     codes_t [K', M'']    cast(x / scale_t)^T    1x128: one for 128 neighbours of a column of x
                                                 128x128: the same codes, the transposed scales
+                                                MX: as 1x128, but 32 neighbours, and a scale in E8M0
     column_sum [K]       sum of x over its rows, in float32
 
-M' is M rounded up to a multiple of 16, M'' of 128; likewise K. Scales are in the layout that the product reads,
-`octavo.kernels.block_cast.layout`. A product's blocks lie along its K, which is M in the weight gradient: activations
-and gradients are quantized twice, each time from high precision, and weights once.
+M' is M rounded up to a multiple of 16, M'' of 128 (of MX 32); likewise K. Scales are in the layout that the product
+reads, `octavo.kernels.block_cast.layout`. A product's blocks lie along its K, which is M in the weight gradient:
+activations and gradients are quantized twice, each time from high precision, and weights once (under MX twice, too).
 
 The amax of every block comes from the same read: a tile of 128 x 128 holds 128 blocks of either kind. Bytes moved an
-element of bf16: 2 read, 2 written, and 4 / 128 a scale; current scaling with one scale a tensor reads twice.
+element of bf16: 2 read, 2 written, and 4 / 128 a scale; current scaling with one scale a tensor reads twice. The
+Triton twin knows blocks of 128; MX is cast by the reference on every device.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ from torch import Tensor
 from octavo.formats import Format, format_named
 from octavo.kernels.block_cast.layout import (
     BLOCK,
+    block_of,
+    block_under,
     check_granularity,
     expanded,
     has_blocks,
     is_by_row,
     lay_out,
+    scale_dtype,
     scale_shape,
     whole_blocks,
 )
@@ -36,7 +41,7 @@ from octavo.kernels.cast_transpose import CastOutput, ScaleRule
 from octavo.kernels.layout import padded
 from octavo.kernels.library import register
 from octavo.kernels.triton_support import cast_reasons, runs_compiled, runs_on
-from octavo.scaling import Granularity, granularity_named
+from octavo.scaling import BLOCK_1X128, MX, Granularity, ScaleRounding, granularity_named
 
 
 def block_cast(
@@ -55,7 +60,7 @@ def block_cast(
     Args:
         x: the matrix.
         format: of both layouts.
-        granularity: BLOCK_1X128, or BLOCK_128X128 for weights.
+        granularity: BLOCK_1X128, or BLOCK_128X128 for weights; or MX.
         rule: how scales come from amaxes.
         rowwise, columnwise: give `codes`, give `codes_t`.
         inf_to_nan: ±inf becomes NaN instead of ±M: for gradients, so that a loss scaler still sees the overflow.
@@ -69,9 +74,14 @@ def block_cast(
     return CastOutput(*_launch(x, format, granularity, rule, rowwise, columnwise, inf_to_nan, column_sum))
 
 
-def unsupported_reasons(x: Tensor, format: Format) -> list[str]:
+def unsupported_reasons(x: Tensor, format: Format, granularity: Granularity = BLOCK_1X128) -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does."""
-    return cast_reasons(x, format)
+    blocks = [] if _has_twin(granularity) else [f"scales by {granularity}: the kernel has blocks of 128 only"]
+    return cast_reasons(x, format) + blocks
+
+
+def _has_twin(granularity: Granularity) -> bool:
+    return granularity is not MX
 
 
 def _launch(
@@ -87,7 +97,8 @@ def _launch(
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"block_cast takes a floating-point matrix [M, K], found {x.dtype} of shape {tuple(x.shape)}")
     check_granularity(granularity)
-    if x.is_cuda and x.numel() and x.shape[1] != 1 and (rowwise or columnwise) and runs_on(x.device.index, format.name):
+    launches = x.is_cuda and x.numel() and x.shape[1] != 1 and (rowwise or columnwise) and _has_twin(granularity)
+    if launches and runs_on(x.device.index, format.name):
         from octavo.kernels.block_cast.triton_kernel import block_cast_triton
 
         return block_cast_triton(x, format, granularity, rule, rowwise, columnwise, inf_to_nan, column_sum)
@@ -107,7 +118,8 @@ def _compiled(
     # Inductor makes a constant of every integer that is 1, the number of rows included, and one row is then what one
     # column is, see `one_column_reasons`. (The operator launches as eager code does.)
     several = x.shape[0] != 1 and x.shape[1] != 1
-    native = x.is_cuda and several and (rowwise or columnwise) and runs_compiled(x.device.index, format.name)
+    launches = x.is_cuda and several and (rowwise or columnwise) and _has_twin(granularity)
+    native = launches and runs_compiled(x.device.index, format.name)
     operator = _inductor_operator() if native else _operator
     outputs = operator(x, format.name, granularity.name, *rule, rowwise, columnwise, inf_to_nan, column_sum)
     wanted = (rowwise, rowwise, columnwise, columnwise, column_sum)
@@ -127,12 +139,13 @@ def _operator_implementation(
     granularity: str,
     epsilon: str,
     power_of_two: bool,
+    rounding: ScaleRounding,
     rowwise: bool,
     columnwise: bool,
     inf_to_nan: bool,
     column_sum: bool,
 ) -> tuple[Tensor, ...]:
-    blocks, rule = granularity_named(granularity), ScaleRule(epsilon, power_of_two)
+    blocks, rule = granularity_named(granularity), ScaleRule(epsilon, power_of_two, rounding)
     outputs = _launch(x, format_named(format), blocks, rule, rowwise, columnwise, inf_to_nan, column_sum)
     # An operator returns tensors only, none of them twice: what was left out is an empty one.
     return tuple(x.new_empty(0) if out is None else out for out in outputs)
@@ -144,6 +157,7 @@ def _fake(
     granularity: str,
     epsilon: str,
     power_of_two: bool,
+    rounding: str,
     rowwise: bool,
     columnwise: bool,
     inf_to_nan: bool,
@@ -154,16 +168,16 @@ def _fake(
     def layout(wanted: bool, tall: int, wide: int) -> tuple[Tensor, Tensor]:
         if not wanted:
             return x.new_empty(0), x.new_empty(0)
-        codes = x.new_empty((padded(tall), whole_blocks(wide)), dtype=dtype)
-        return codes, x.new_empty(scale_shape(tall, wide, blocks), dtype=torch.float32)
+        codes = x.new_empty((padded(tall), whole_blocks(wide, block_of(blocks))), dtype=dtype)
+        return codes, x.new_empty(scale_shape(tall, wide, blocks), dtype=scale_dtype(blocks))
 
     sums = x.new_empty((columns,), dtype=torch.float32) if column_sum else x.new_empty(0)
     return *layout(rowwise, rows, columns), *layout(columnwise, columns, rows), sums
 
 
 _operator = register(
-    "block_cast(Tensor x, str format, str granularity, str epsilon, bool power_of_two, bool rowwise, bool columnwise,"
-    " bool inf_to_nan, bool column_sum) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "block_cast(Tensor x, str format, str granularity, str epsilon, bool power_of_two, str rounding, bool rowwise,"
+    " bool columnwise, bool inf_to_nan, bool column_sum) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     _operator_implementation,
     _fake,
 )
@@ -172,10 +186,13 @@ __all__ = [
     "BLOCK",
     "block_cast",
     "block_cast_reference",
+    "block_of",
+    "block_under",
     "expanded",
     "has_blocks",
     "is_by_row",
     "lay_out",
+    "scale_dtype",
     "scale_shape",
     "unsupported_reasons",
     "whole_blocks",

@@ -24,12 +24,16 @@ def block_cast_inductor(
     granularity: str,
     epsilon: str,
     power_of_two: bool,
+    rounding: str,
     rowwise: bool,
     columnwise: bool,
     inf_to_nan: bool,
     column_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`octavo.kernels.block_cast.block_cast`; an empty tensor for what is not wanted."""
+    """`octavo.kernels.block_cast.block_cast`; an empty tensor for what is not wanted.
+
+    `rounding` is that of MX scales, which the kernel does not make.
+    """
     x = x if x.stride(1) == 1 else x.contiguous()
     outputs, programs, tensors, numbers, constants, warps = triton_kernel.prepare(
         x, format_named(format), granularity_named(granularity), ScaleRule(epsilon, power_of_two), rowwise, columnwise,

@@ -9,7 +9,16 @@ from torch import Tensor
 from octavo.formats import Format, cast_float32
 from octavo.kernels.block_cast.layout import lay_out
 from octavo.kernels.cast_transpose.rule import ScaleRule
-from octavo.scaling import Granularity, block_amax, expand_scale, multiplier_from_amax, scale_from_multiplier
+from octavo.scaling import (
+    MX,
+    Granularity,
+    block_amax,
+    expand_scale,
+    multiplier_from_amax,
+    mx_multiplier,
+    mx_scale,
+    scale_from_multiplier,
+)
 
 
 def block_cast_reference(
@@ -36,12 +45,22 @@ def block_cast_reference(
 
 
 def _one_layout(x: Tensor, format: Format, granularity: Granularity, rule: ScaleRule) -> tuple[Tensor, Tensor]:
-    # 1. amax of each block, finite values only.  [M, K] -> [M or M / 128, K / 128]
+    # 1. amax of each block, finite values only.  [M, K] -> [M or M / 128, K / 128 or / 32]
     amax = block_amax(x, granularity)
     # 2. Multiplier and scale, by the rule.
-    multiplier = multiplier_from_amax(amax, format, epsilon=rule.epsilon, power_of_two=rule.power_of_two)
-    scale = scale_from_multiplier(multiplier)
+    multiplier, scale = _multiplier_and_scale(amax, format, granularity, rule)
     # 3. Codes.  [M, K]
     codes = cast_float32(x * expand_scale(multiplier, granularity, (x.shape[0], x.shape[1])), format)
     # 4. As the product reads them.
     return lay_out(codes.contiguous(), scale, granularity)
+
+
+def _multiplier_and_scale(
+    amax: Tensor, format: Format, granularity: Granularity, rule: ScaleRule
+) -> tuple[Tensor, Tensor]:
+    """Of amaxes [tall, wide]: both float32, but the scale of MX E8M0."""
+    if granularity is MX:
+        scale = mx_scale(amax, format, rule.rounding)
+        return mx_multiplier(scale), scale
+    multiplier = multiplier_from_amax(amax, format, epsilon=rule.epsilon, power_of_two=rule.power_of_two)
+    return multiplier, scale_from_multiplier(multiplier)

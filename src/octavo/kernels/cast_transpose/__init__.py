@@ -191,7 +191,7 @@ def _compiled(
     inf_to_nan: bool,
     column_sum: bool,
 ) -> CastOutput:
-    epsilon, power_of_two = (None, False) if rule is None else rule
+    epsilon, power_of_two = (None, False) if rule is None else rule[:2]
     # Tracing makes the same tensor two arguments, so that it is said that they are the same.
     shared = rowwise is columnwise
     # Inductor makes a constant of a 1, also of the number of rows: see `one_column_reasons`.

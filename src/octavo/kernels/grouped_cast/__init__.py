@@ -74,7 +74,7 @@ def group_amax(by_row: Tensor, groups: Groups) -> Tensor:
 def multipliers(given: Tensor, format: Format, rule: ScaleRule | None) -> tuple[Tensor, Tensor]:
     """(multipliers, scales) of the shape of `given`: scales, or with a rule amaxes."""
     if torch.compiler.is_compiling():
-        epsilon, power_of_two = (None, False) if rule is None else rule
+        epsilon, power_of_two = (None, False) if rule is None else rule[:2]
         m, scale = _multiplier_operator(given, format.name, epsilon, power_of_two)
         return m, scale
     return _multipliers(given, format, rule)

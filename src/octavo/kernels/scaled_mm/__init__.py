@@ -52,9 +52,9 @@ def scaled_mm(
     Args:
         a: codes [M, K], contiguous.
         b: codes [N, K], contiguous.
-        scale_a: float32, [] or [M, 1], or by block [K / 128, M].
+        scale_a: float32, [] or [M, 1], or by block [K / 128, M]; or E8M0 of MX blocks, [K / 32, M].
         scale_b: float32, [] or [N, 1]; of the same granularity as scale_a. To blocks of scale_a belong [K / 128, N], or
-            for blocks of 128x128 [ceil(N / 128), K / 128 rounded up to a multiple of 4].
+            for blocks of 128x128 [ceil(N / 128), K / 128 rounded up to a multiple of 4]; to MX blocks [K / 32, N].
         bias: [N], added in float32 before the output is rounded.
         out_dtype: float32, bfloat16 or float16.
         accumulate: "fast" sums all of K in the tensor core's own accumulator (about 14 significant bits on Hopper);
@@ -80,7 +80,7 @@ def runs_natively(a: Tensor, b: Tensor, scale_a: Tensor | None = None) -> bool:
         scale_a: of a, which tells products by block; None stands for one scale, or one a row.
     """
     if scale_a is not None and has_blocks(scale_a, a.shape[0]):
-        return blockwise.runs_natively(a, b)
+        return blockwise.runs_natively(a, b, scale_a)
     return a.is_cuda and multiplies_on(a.device.index) and not shape_reasons(a, b)
 
 

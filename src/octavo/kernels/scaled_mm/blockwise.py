@@ -1,10 +1,13 @@
-"""scaled_mm under scales by block: 1x128 of both operands, or 1x128 by 128x128.
+"""scaled_mm under scales by block: 1x128 of both operands, 1x128 by 128x128, or MX, 1x32 of both.
 
     out [M, N] = sum over the blocks c of K of (a [M, c] @ b [N, c]^T) * scale_a[c, M] * scale_b[c, N] + bias
 
 On Hopper it runs in cuBLASLt (12.9 or later), which promotes the sum of every block of 128 of K to float32 to scale it:
 accumulation is precise by nature. Elsewhere it is emulated: values in float32, products and sums in float32; or, as
 `octavo.emulation` says, the sums of each block of 128 as Hopper's tensor cores make them.
+
+MX products, whose scales are E8M0, are emulated on every device in this version, on those too that have them
+(Blackwell): nothing here has been tried there.
 
 torch takes E4M3 by E4M3 only. `torch._scaled_mm`, the older operator, has no place for the 128x128 scales of a K whose
 blocks are no multiple of 4: the newer one is called, `torch._scaled_mm_v2`, which `torch.nn.functional.scaled_mm`
@@ -20,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from octavo.formats import E4M3, decode
-from octavo.kernels.block_cast.layout import BLOCK, expanded, is_by_row
+from octavo.kernels.block_cast.layout import BLOCK, MX_BLOCK, block_under, expanded, is_by_row
 from octavo.kernels.emulation import current_emulation
 from octavo.kernels.layout import ALIGNMENT
 from octavo.kernels.library import register
@@ -57,6 +60,12 @@ def device_reasons(device: torch.device) -> list[str]:
     return reasons
 
 
+def mx_device_reasons(device: torch.device) -> list[str]:
+    """Why `device` has no products under MX scales: no device has, in this version."""
+    reason = "products under MX scales are emulated on every device in this version"
+    return ([] if device.type == "cuda" else [f"{device.type} has no FP8 matrix units"]) + [reason]
+
+
 def shape_reasons(a: Tensor, b: Tensor) -> list[str]:
     """Why codes a [M, K] and b [N, K] are not multiplied natively on any device."""
     reasons = []
@@ -72,14 +81,23 @@ def shape_reasons(a: Tensor, b: Tensor) -> list[str]:
     return reasons
 
 
-def unsupported_reasons(a: Tensor, b: Tensor) -> list[str]:
-    """Why the product of codes a [M, K] and b [N, K] is emulated; empty if it runs on FP8 units."""
+def unsupported_reasons(a: Tensor, b: Tensor, scale_a: Tensor | None = None) -> list[str]:
+    """Why the product of codes a [M, K] and b [N, K] is emulated; empty if it runs on FP8 units.
+
+    scale_a: of a, which tells MX; None stands for float32 scales.
+    """
+    if _is_mx(scale_a):
+        return mx_device_reasons(a.device)
     return device_reasons(a.device) + shape_reasons(a, b)
 
 
-def runs_natively(a: Tensor, b: Tensor) -> bool:
+def runs_natively(a: Tensor, b: Tensor, scale_a: Tensor | None = None) -> bool:
     """True if `block_scaled_mm` of these codes runs on FP8 units rather than by emulation."""
-    return a.is_cuda and multiplies_blocks_on(a.device.index) and not shape_reasons(a, b)
+    return a.is_cuda and not _is_mx(scale_a) and multiplies_blocks_on(a.device.index) and not shape_reasons(a, b)
+
+
+def _is_mx(scale: Tensor | None) -> bool:
+    return scale is not None and block_under(scale) == MX_BLOCK
 
 
 def block_scaled_mm(
@@ -89,7 +107,8 @@ def block_scaled_mm(
 
     Args:
         a, b: codes [M, K] and [N, K], contiguous.
-        scale_a, scale_b: as `octavo.kernels.block_cast.layout` has them; scale_a 1x128, scale_b of either kind.
+        scale_a, scale_b: as `octavo.kernels.block_cast.layout` has them; scale_a 1x128 and scale_b of either kind of
+            128, or both MX.
         bias: [N], added in float32 before the output is rounded.
         out_dtype: float32, bfloat16 or float16.
     """
@@ -102,7 +121,7 @@ def block_scaled_mm(
 def _launch(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    if a.numel() and b.numel() and runs_natively(a, b):
+    if a.numel() and b.numel() and runs_natively(a, b, scale_a):
         return block_scaled_mm_native(a, b, scale_a, scale_b, bias, out_dtype)
     emulated = block_scaled_mm_hopper if current_emulation() == "hopper" else block_scaled_mm_reference
     return emulated(a, b, scale_a, scale_b, bias, out_dtype)
@@ -142,12 +161,14 @@ def block_scaled_mm_hopper(
 ) -> Tensor:
     """As `block_scaled_mm`, with the sums of Hopper's tensor cores; any device, any formats.
 
-    Each block's sum is rounded by its scales and by the addition in float32: once if scales are powers of two.
+    Each block's sum is rounded by its scales and by the addition in float32: once if scales are powers of two. MX,
+    which Hopper does not have, is summed as a kernel there would have to: every 32 of K.
     """
-    # 1. One scale a row and block of K.  [K / 128, M], [K / 128, N]
-    of_a, of_b = (expanded(scale, codes)[:, ::BLOCK].t() for scale, codes in ((scale_a, a), (scale_b, b)))
+    # 1. One scale a row and block of K.  [K / 128 or / 32, M], and N
+    block = block_under(scale_a)
+    of_a, of_b = (expanded(scale, codes)[:, ::block].t() for scale, codes in ((scale_a, a), (scale_b, b)))
     # 2. Sums of each block in the tensor core's register, scaled and added in float32.  [M, K] @ [K, N] -> [M, N]
-    out = hopper_sum(a, b, promoted=True, scale_a=of_a, scale_b=of_b)
+    out = hopper_sum(a, b, promoted=True, scale_a=of_a, scale_b=of_b, period=block)
     # 3. Bias in float32, one rounding.
     return _with_bias(out, bias, out_dtype)
 

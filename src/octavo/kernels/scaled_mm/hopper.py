@@ -59,28 +59,35 @@ class _Operand(NamedTuple):
 
 
 def hopper_sum(
-    a: Tensor, b: Tensor, promoted: bool, scale_a: Tensor | None = None, scale_b: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    promoted: bool,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    period: int = PROMOTED,
 ) -> Tensor:
     """The accumulator of each element of the output -> float32 [M, N]; any device.
 
     Args:
         a, b: codes [M, K] and [N, K], of any format.
-        promoted: every 128 of K the register is added to float32, to nearest even, and starts again at zero: "precise".
-        scale_a, scale_b: float32 [ceil(K / 128), M] and [ceil(K / 128), N]: the register is multiplied by the product
-            of both before it is added; needs `promoted`.
+        promoted: every `period` of K the register is added to float32, to nearest even, and starts again at zero:
+            "precise".
+        scale_a, scale_b: float32 [ceil(K / period), M] and [ceil(K / period), N]: the register is multiplied by the
+            product of both before it is added; needs `promoted`.
+        period: a multiple of 32.
     """
     # 1. Values and exponents; NaN and infinities are zero until step 3.  [K', M], [K', N]
     left, right = _operand(a), _operand(b)
     out = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
     # 2. Tile by tile, so that 32 products of every element fit the memory.  [m, n]
-    period = PROMOTED if promoted else max(left.values.shape[0], 1)
+    every = period if promoted else max(left.values.shape[0], 1)
     for rows, columns in _tiles(out):
         tile = out[rows, columns]
         # Products as float32, and as integers.  [32, m, n]
         terms = out.new_empty(STEP, *tile.shape)
         work = terms, torch.empty_like(terms, dtype=torch.int32)
-        for chunk, start in enumerate(range(0, left.values.shape[0], period)):
-            whole = slice(start, start + period)
+        for chunk, start in enumerate(range(0, left.values.shape[0], every)):
+            whole = slice(start, start + every)
             register = _register(_part(left, whole, rows), _part(right, whole, columns), work)
             if scale_a is not None and scale_b is not None:
                 register = register * (scale_a[chunk, rows, None] * scale_b[chunk, columns])

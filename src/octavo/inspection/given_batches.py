@@ -1,0 +1,96 @@
+"""Run a model on batches of many forms, and leave it as it was found."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Loss = Callable[[Any, Any], Tensor] | None
+
+_LOSS_REMEDY = (
+    "give loss=, a function of (output, targets) that returns one number; without it the model must return a loss, as"
+    " transformers' models do when they are given labels"
+)
+
+
+def loss_of(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
+    """The loss of one batch, a finite number that depends on the model.
+
+    Args:
+        model: the model, called as the batch's form says.
+        batch: keyword arguments of the model as a mapping, else positional ones. With `loss`, the last of several is
+            the targets, and the loss is `loss(output, targets)`; of a mapping or a tensor, `loss(output, batch)`.
+        loss: None takes what the model returns: its `loss`, the entry "loss" of a mapping, or a tensor of one element.
+
+    Raises:
+        ValueError: the loss is no scalar, not finite, or does not depend on the model.
+    """
+    targets: Any = batch
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    elif isinstance(batch, (tuple, list)) and batch:
+        output, targets = model(*(batch if loss is None else batch[:-1])), batch[-1]
+    else:
+        output = model(batch)
+    value = _returned_loss(output) if loss is None else loss(output, targets)
+    return _checked_loss(value)
+
+
+def _returned_loss(output: Any) -> Any:
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    return getattr(output, "loss", output)
+
+
+def _checked_loss(value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ValueError(f"the loss is {found}, and it must be a scalar tensor: {_LOSS_REMEDY}")
+    if not value.isfinite():
+        raise ValueError(
+            f"the loss is {value.item()}, and it must be finite before FP8 can be judged by it: look at the batch, the"
+            " weights and the learning rate that led to it"
+        )
+    if not value.requires_grad:
+        raise ValueError(
+            "the loss holds no gradient, and FP8 is judged by dL/dy: compute it outside of torch.no_grad(), and without"
+            " .detach() or .item() on the way"
+        )
+    return value.reshape(())
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Context: what a forward of the model changes is put back at the end, also after an exception.
+
+    Training flags, buffers (the running statistics of BatchNorm), and the generators of `random`, torch's CPU and the
+    devices of the model.
+    """
+    flags = [(module, module.training) for module in model.modules()]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    python = random.getstate()
+    places = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
+    cuda = sorted({place.index for place in places if place.type == "cuda" and place.index is not None})
+    try:
+        with torch.random.fork_rng(devices=cuda):
+            yield
+    finally:
+        random.setstate(python)
+        for module, flag in flags:
+            module.training = flag
+        for module, name, buffer, values in buffers:
+            # By value: batch_norm writes to its statistics without telling their version.
+            if not torch.equal(buffer, values):
+                with torch.no_grad():
+                    buffer.copy_(values)
+            module._buffers[name] = buffer

@@ -32,7 +32,7 @@ from benchmarks.comparing import differing
 from benchmarks.kernel_speed import graph_seconds
 from octavo.formats import E4M3, E5M2, Format
 from octavo.kernels.grouped_cast import column_amax_reference, grouped_cast_reference, groups_of
-from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from octavo.recipes import Accumulate, BlockScaling, CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
 
 BF16 = torch.bfloat16
 K, N = 1024, 2048
@@ -51,6 +51,8 @@ RECIPES: dict[str, Recipe] = {
 ON_DEVICE = [name for name in RECIPES if name != "block"]
 # Tokens, in, out, experts of the times.
 SPEED = (32768, 2048, 7168, 8)
+# Also timed: what precise sums cost.
+FAST = {"delayed, fast sums": DelayedScaling(accumulate=Accumulate(dgrad="fast", wgrad="fast"))}
 Result = dict[str, Any]
 
 
@@ -195,11 +197,11 @@ def time_grouped(uneven: bool) -> Result:
     layer = octavo.GroupedLinear(experts, num_in, num_out, False, device="cuda", dtype=BF16)
     layers = []
     calls = {"bf16": bf16_call(x, dy, [w.detach() for w in layer.weights], on_device.cumsum(0).to(torch.int32))}
-    names = ("delayed", "current", "rowwise", "block")
+    names = ("delayed", "current", "rowwise", "block", *FAST)
     for name in (*names, "rowwise, on device", "delayed E4M3, on device", "delayed, on device"):
         given = on_device if name.endswith("on device") else sizes
         one = copy.deepcopy(layer)
-        one.recipe = RECIPES[name.removesuffix(", on device")]
+        one.recipe = (RECIPES | FAST)[name.removesuffix(", on device")]
         layers.append(one)  # a captured graph does not keep them
 
         def call(one: octavo.GroupedLinear = one, given: Any = given) -> None:

@@ -28,8 +28,7 @@ def test_the_pages_code_runs(page: str) -> None:
 LINEAR = {
     "`DelayedScaling`, `CurrentScaling`": (DelayedScaling(initialise_from_first_batch=True), CurrentScaling()),
     "`CurrentScaling(format=E4M3)`": (CurrentScaling(format=octavo.E4M3),),
-    "`RowwiseScaling`, `BlockScaling`": (RowwiseScaling(), BlockScaling()),
-    "`MXFP8Scaling`": (MXFP8Scaling(),),
+    "`RowwiseScaling`, `BlockScaling`, `MXFP8Scaling`": (RowwiseScaling(), BlockScaling(), MXFP8Scaling()),
 }
 
 

@@ -208,7 +208,7 @@ def test_again_casts_with_the_multiplier_of_the_first_cast_to_the_last_bit() -> 
         spec = QuantizeSpec(format=octavo.E4M3, granularity=TENSOR)
         for quantizer in (CurrentQuantizer(spec), DelayedQuantizer(spec, OperandState(), gather=True, from_data=True)):
             first = quantizer(x, True, True)
-            again = quantizer.again(x, first.scale, None)
+            again = quantizer.again(x, first.scale, first.scale)
             assert torch.equal(first.codes_t.view(torch.uint8), again.codes_t.view(torch.uint8))
             assert torch.equal(first.scale_t, again.scale_t)
     assert told, "else another multiplier would have made the same codes"

@@ -258,8 +258,7 @@ def _wgrad(
     assert codes is not None, "an FP8 product takes codes"
     dy_codes, dy_scale = codes.column_wise
     if plan.keeps_input:
-        after = dy_scale if torch.compiler.is_compiling() else None
-        again = plan.input.again(x, scale_t, after)  # type: ignore[attr-defined]
+        again = plan.input.again(x, scale_t, dy_scale)  # type: ignore[attr-defined]
         codes_t, scale_t = again.column_wise
     assert codes_t is not None, "the forward kept them"
     assert scale_t is not None, "codes come with their scale"

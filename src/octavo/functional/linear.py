@@ -77,6 +77,11 @@ def quantize_weight(weight: Tensor, plan: LinearPlan, rowwise: bool, columnwise:
     return plan.weight(weight, rowwise, columnwise)
 
 
+def quantize_for_products(weight: Tensor, plan: LinearPlan, needs_dx: bool) -> Operand:
+    """Codes of a weight [N, K] for fprop, and for dgrad if that will take them from here."""
+    return quantize_weight(weight, plan, True, keeps_weight_codes(weight, plan, needs_dx))
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -94,7 +99,7 @@ class _Linear(torch.autograd.Function):
         rows = quantize_input(x, plan, out_dtype, keeps_codes)
         operand = cached_weight
         if operand is None:
-            operand = quantize_weight(weight, plan, True, keeps_weight_codes(weight, plan, needs_dx))
+            operand = quantize_for_products(weight, plan, needs_dx)
         # 2. The product.  [M, K] @ [K, N] -> [M, N]
         y = _fprop(rows, operand, bias, x, weight.shape[0], plan, out_dtype)
         # 3. What the backward needs.
@@ -143,8 +148,7 @@ class _Linear(torch.autograd.Function):
         if wgrad_fp8 and codes is not None:
             dy_codes, dy_scale = codes.column_wise
             if x_high is not None:
-                after = dy_scale if traced else None
-                again = plan.input.again(as_rows(x_high), x_scale_t, after)  # type: ignore[attr-defined]
+                again = plan.input.again(as_rows(x_high), x_scale_t, dy_scale)  # type: ignore[attr-defined]
                 x_codes_t, x_scale_t = again.column_wise
             count(plan, "wgrad", dy_codes, x_codes_t, dy_scale)
             dw = scaled_mm(dy_codes, x_codes_t, dy_scale, x_scale_t, None, weight_dtype, plan.accumulate.wgrad)

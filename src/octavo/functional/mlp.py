@@ -23,7 +23,7 @@ from torch import Tensor
 
 from octavo.functional.fused_casts import Activated, cast_activated, cast_activation_gradient, repeated_scale, repeating
 from octavo.functional.gated_casts import cast_gated, cast_gated_gradients
-from octavo.functional.linear import quantize_weight
+from octavo.functional.linear import quantize_for_products
 from octavo.functional.products import (
     Extents,
     Gradient,
@@ -31,7 +31,6 @@ from octavo.functional.products import (
     Needs,
     fprop,
     gradients,
-    keeps_weight_codes,
     kept_input,
     kept_weight,
     quantized_gradient,
@@ -122,7 +121,7 @@ def _forward(x: Tensor, setup: MLP, cached: tuple[Operand | None, ...], paramete
         for plan, need in zip(setup.first, wanted.first, strict=True)
     ]
     operands = [
-        made or quantize_weight(weight, plan, True, keeps_weight_codes(weight, plan, need.dx))
+        made or quantize_for_products(weight, plan, need.dx)
         for made, weight, plan, need in zip(cached, weights, plans, needs, strict=True)
     ]
     # 2. The first products.  [M, K] @ [K, F] -> [M, F]
@@ -253,9 +252,8 @@ def _with_codes_of_x(
             assert kept.high is not None, "it was kept"
             codes = of_z[i].codes
             assert codes is not None, "an FP8 product takes codes"
-            if after is None and torch.compiler.is_compiling():
-                # One for all: the compiler drops a cast that repeats another.
-                after = codes.column_wise[1]
+            # One for all: the compiler drops a cast that repeats another.
+            after = codes.column_wise[1] if after is None else after
             again: Operand = plan.input.again(as_rows(kept.high), kept.scale_t, after)  # type: ignore[attr-defined]
             result.append(Kept(again.codes_t, again.scale_t))
     return result

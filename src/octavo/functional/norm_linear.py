@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from octavo.functional.fused_casts import cast_normalised, repeated_scale, repeating
-from octavo.functional.linear import quantize_weight
+from octavo.functional.linear import quantize_for_products, quantize_weight
 from octavo.functional.norm import dense_rows
 from octavo.functional.products import (
     Extents,
@@ -29,7 +29,6 @@ from octavo.functional.products import (
     Needs,
     fprop,
     gradients,
-    keeps_weight_codes,
     kept_input,
     kept_weight,
     leave_out_zeros,
@@ -115,7 +114,7 @@ class _NormLinear(torch.autograd.Function):
         n = cast_normalised(dense_rows(x), setup.norm, norm_weight, norm_bias, plan.input, columnwise, return_rows)
         w = cached_weight
         if w is None:
-            w = quantize_weight(weight, plan, True, keeps_weight_codes(weight, plan, needs_dn))
+            w = quantize_for_products(weight, plan, needs_dn)
         # 2. The product.  [M, K] @ [K, N] -> [M, N]
         y = shaped(fprop(n.operand, w, bias, extents, plan), x.shape[:-1])
         rows = shaped(n.rows, x.shape[:-1]) if n.rows is not None and return_rows else None

@@ -34,7 +34,7 @@ from octavo.functional.fused_casts import (
     repeated_scale,
     repeating,
 )
-from octavo.functional.linear import quantize_weight
+from octavo.functional.linear import quantize_for_products, quantize_weight
 from octavo.functional.norm import dense_rows
 from octavo.functional.products import (
     Extents,
@@ -42,7 +42,6 @@ from octavo.functional.products import (
     Needs,
     fprop,
     gradients,
-    keeps_weight_codes,
     kept_input,
     kept_weight,
     leave_out_zeros,
@@ -190,13 +189,11 @@ class _NormMLP(torch.autograd.Function):
         again = _made_again(setup, fc1, fc2)
         # 1. Codes of the weights, each in the layouts that somebody will use.
         if w1 is None:
-            columnwise = keeps_weight_codes(parameters.fc1_weight, setup.fc1, needs_dn)
-            w1 = quantize_weight(parameters.fc1_weight, setup.fc1, True, columnwise)
+            w1 = quantize_for_products(parameters.fc1_weight, setup.fc1, needs_dn)
         if w2 is None and setup.smoothing is not None:
             w2 = own_weight(parameters.fc2_weight, setup.fc2, fc2)
         elif w2 is None:
-            columnwise = keeps_weight_codes(parameters.fc2_weight, setup.fc2, fc2.dx)
-            w2 = quantize_weight(parameters.fc2_weight, setup.fc2, True, columnwise)
+            w2 = quantize_for_products(parameters.fc2_weight, setup.fc2, fc2.dx)
         # 2. What lies between.  [M, K] -> [M, F]
         layouts = _layouts(setup, fc1, fc2)
         middle = _middle(x, parameters, w1, setup, _without(layouts, again, setup.return_norm))

@@ -94,7 +94,7 @@ def codes_of_weight(w: Kept, plan: LinearPlan, after: Tensor) -> tuple[Tensor, T
     codes_t, scale_t = w.codes_t, w.scale_t
     if codes_t is None:
         assert w.high is not None, "codes or a weight were kept"
-        again = plan.weight.again(w.high, scale_t, after if torch.compiler.is_compiling() else None)  # type: ignore[attr-defined]
+        again = plan.weight.again(w.high, scale_t, after)  # type: ignore[attr-defined]
         codes_t, scale_t = again.column_wise
     assert scale_t is not None, "codes come with their scale"
     return codes_t, scale_t

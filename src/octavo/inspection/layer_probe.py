@@ -34,10 +34,6 @@ from octavo.tensor import Operand, Quantizer
 OUTLIERS = 32
 
 
-# Of the channels, the share that counts as outliers: the largest 1/32.
-OUTLIERS = 32
-
-
 @dataclass(frozen=True)
 class OperandFigures:
     """What FP8 does to one operand of a layer, the worst of all casts that were measured.

@@ -18,8 +18,7 @@ from octavo.kernels import SCALE_ALIGNMENT, delayed_update
 from octavo.recipes import DelayedUpdate, Recipe
 from octavo.runtime.given_model import check_model
 from octavo.runtime.layer_state import LayerState, registered_states, states_of
-from octavo.tensor import OperandState, close_step, stays_in_place
-from octavo.tensor.operand_state import histories_of
+from octavo.tensor import OperandState, close_step, histories_of, stays_in_place
 
 
 class Agreement(Protocol):

@@ -2,7 +2,7 @@
 
 from octavo.tensor.block_quantizer import BlockQuantizer
 from octavo.tensor.matmul import scaled_mm
-from octavo.tensor.operand_state import OperandState, close_step, stays_in_place
+from octavo.tensor.operand_state import OperandState, close_step, histories_of, stays_in_place
 from octavo.tensor.quantize import cast_to_representable, quantize
 from octavo.tensor.quantized_tensor import QuantizedTensor
 from octavo.tensor.quantizer import CurrentQuantizer, DelayedQuantizer, Operand, Quantizer, StaticQuantizer, UsedScale
@@ -23,6 +23,7 @@ __all__ = [
     "cast_to_representable",
     "checked_scale",
     "close_step",
+    "histories_of",
     "operand_of",
     "quantize",
     "scaled_mm",

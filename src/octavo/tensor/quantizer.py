@@ -60,10 +60,10 @@ class StatelessQuantizer(ABC):
     def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
         """As `Quantizer`."""
 
-    def again(self, x: Tensor, scale: Tensor, after: Tensor | None) -> Operand:
+    def again(self, x: Tensor, scale: Tensor, after: Tensor) -> Operand:
         """The column-wise codes of an x that was cast row-wise before, `scale` being that cast's.
 
-        `after`: a scale of a backward, for compiled code, see `_not_before`.
+        `after`: a scale of the backward, see `_not_before`.
         """
         return self(x, False, True)
 
@@ -91,7 +91,7 @@ class CurrentQuantizer(StatelessQuantizer):
             column_sum=column_sum,
         )
 
-    def again(self, x: Tensor, scale: Tensor, after: Tensor | None) -> Operand:
+    def again(self, x: Tensor, scale: Tensor, after: Tensor) -> Operand:
         """As `StatelessQuantizer.again`; measured again, since a scale does not tell its multiplier to the last bit."""
         spec = self.spec
         amaxes = partial_amax(x) if spec.granularity is TENSOR else amax_by_row_and_column(x, False, True)[1]
@@ -103,14 +103,16 @@ def _cast_with(spec: QuantizeSpec, x: Tensor, columnwise: Tensor, rule: ScaleRul
     return cast_transpose(x, spec.format, None, columnwise, rule=rule, inf_to_nan=spec.inf_to_nan)
 
 
-def _not_before(value: Tensor, after: Tensor | None) -> Tensor:
-    """`value`, scales or amaxes; by a computation that needs `after`, a scale of something else, if that is given.
+def _not_before(value: Tensor, after: Tensor) -> Tensor:
+    """`value`, scales or amaxes; in compiled code by a computation that needs `after`, a scale of something else.
 
     A cast that depends on nothing of the backward the compiler's partitioner moves into the forward, and keeps its
     codes where the input was to be kept. No amax is below -scale, which is negative.
     """
+    if not torch.compiler.is_compiling():
+        return value
     # (A sum of one; of an empty matrix of none.)
-    return value if after is None else torch.maximum(value, -after.reshape(-1)[:1].sum())
+    return torch.maximum(value, -after.reshape(-1)[:1].sum())
 
 
 class UsedScale:
@@ -196,7 +198,7 @@ class DelayedQuantizer:
             self.used.scale = given_out
         return operand
 
-    def again(self, x: Tensor, scale: Tensor, after: Tensor | None) -> Operand:
+    def again(self, x: Tensor, scale: Tensor, after: Tensor) -> Operand:
         """As `StatelessQuantizer.again`; its amax has been gathered."""
         if self.from_data and self.fixed is None:
             return _cast_with(self.spec, x, _not_before(partial_amax(x), after), MEASURED)

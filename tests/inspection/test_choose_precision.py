@@ -465,3 +465,41 @@ def test_what_cannot_be_judged_is_refused(changes: dict[str, Any], message: str)
 def test_no_module_is_refused() -> None:
     with pytest.raises(TypeError, match=r"octavo\.choose_precision: model is a str"):
         octavo.choose_precision("model", batches())  # type: ignore[arg-type]
+
+
+class Written(nn.Module):
+    """Buffers that a forward writes to with what needs no gradient, resizes, fills and registers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.last = nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16)
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("sized", torch.zeros(0))
+        self.register_buffer("unset", None)
+        self.register_buffer("nan", torch.tensor(float("nan")).expand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.frozen(x)
+        self.mean.lerp_(y.mean(0), 0.1)
+        self.sized.resize_(len(x)).fill_(1.0)
+        self.unset = y.detach().mean()
+        self.register_buffer("lazy", torch.ones(1))
+        return self.last(y).square().mean()
+
+
+def test_buffers_of_every_kind_are_left_as_they_were() -> None:
+    model = Written()
+    before = {name: None if one is None else one.clone() for name, one in model._buffers.items()}
+    octavo.choose_precision(model, [torch.randn(8, 16)])
+    assert list(model._buffers) == list(before)
+    for name, one in model._buffers.items():
+        torch.testing.assert_close(one, before[name], rtol=0.0, atol=0.0, equal_nan=True)
+        assert one is None or (one.grad_fn is None and not one.requires_grad)
+
+
+def test_a_parametrised_weight_is_looked_at_without_a_trace() -> None:
+    other = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+    model = nn.Sequential(nn.Linear(16, 16), other)
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    octavo.choose_precision(model, [torch.randn(8, 16)], loss=lambda y, _: y.square().mean())
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())

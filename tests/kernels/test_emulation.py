@@ -201,3 +201,26 @@ def test_native_products_stay_native_and_others_are_emulated_on_the_device() -> 
     with octavo.emulation("hopper"):
         assert torch.equal(scaled_mm(*arguments), native)
         assert torch.equal(scaled_mm(*odd).cpu(), scaled_mm_hopper(*(t.cpu() for t in odd)))
+
+
+def test_one_object_in_two_threads_gives_each_its_own_choice_back() -> None:
+    shared, found = octavo.emulation("fp32"), {}
+    inside, entered, left = threading.Event(), threading.Event(), threading.Event()
+
+    def other() -> None:
+        inside.wait()
+        with octavo.emulation("hopper"):
+            with shared:
+                entered.set()
+                left.wait()
+            found["other"] = current_emulation()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with shared:
+        inside.set()
+        entered.wait()
+    found["this"] = current_emulation()
+    left.set()
+    thread.join()
+    assert found == {"this": "fp32", "other": "hopper"}

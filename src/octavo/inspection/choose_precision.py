@@ -95,8 +95,10 @@ def choose_precision(
     check_recipe(recipe)
     given, kept = recipe or CurrentScaling(), bounds or PrecisionBounds()
     _check_arguments(model, batches, loss, budget, bounds)
-    layers, weights = _layers(model, given)
-    losses = _run(model, batches, loss, weights)
+    # A parametrised weight may change its module's buffers as it is looked at.
+    with left_as_it_was(model):
+        layers, weights = _layers(model, given)
+        losses = _run(model, batches, loss, weights)
     size = sum(abs(one) for one in losses) / len(losses)
     return _chosen(layers, given, _Rules(size, float(budget), kept), len(losses))
 
@@ -174,7 +176,7 @@ def _unreached(probe: LayerProbe) -> str:
 def _run(model: nn.Module, batches: Iterable[Any], loss: Loss, weights: dict[Parts, WatchedWeight]) -> list[float]:
     """Measure all batches; their losses."""
     losses = []
-    with left_as_it_was(model), torch.inference_mode(False), torch.enable_grad(), autocast(enabled=False):
+    with torch.inference_mode(False), torch.enable_grad(), autocast(enabled=False):
         for batch in batches:
             recorder = ProductRecorder(weights)
             with recorder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,40 @@ def _checked_loss(value: Any) -> Tensor:
     return value.reshape(())
 
 
+class _Buffers(NamedTuple):
+    """The buffers of a module by name, and a copy of each."""
+
+    tensors: dict[str, Tensor | None]
+    values: dict[str, Tensor]
+
+    @staticmethod
+    def of(module: nn.Module) -> _Buffers:
+        tensors = dict(module._buffers)
+        return _Buffers(tensors, {name: one.detach().clone() for name, one in tensors.items() if one is not None})
+
+    @torch.no_grad()
+    def put_back(self, module: nn.Module) -> None:
+        """Names, tensors and values as they were; of one whose shape was changed, its copy."""
+        for name, values in self.values.items():
+            buffer = self.tensors[name]
+            assert buffer is not None, "it was copied"
+            if buffer.grad_fn is not None:
+                # Written to with what was given a gradient here.
+                buffer.detach_()
+            if buffer.shape != values.shape:
+                self.tensors[name] = values
+            # By value: batch_norm writes to its statistics without telling their version.
+            elif not _same(buffer, values):
+                buffer.copy_(values)
+        module._buffers.clear()
+        module._buffers.update(self.tensors)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """True of equal numbers, NaN included."""
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
 @contextmanager
 def left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Context: what a forward of the model changes is put back at the end, also after an exception.
@@ -72,12 +106,7 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
     devices of the model.
     """
     flags = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+    buffers = [(module, _Buffers.of(module)) for module in model.modules()]
     python = random.getstate()
     places = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
     cuda = sorted({place.index for place in places if place.type == "cuda" and place.index is not None})
@@ -88,9 +117,5 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
         random.setstate(python)
         for module, flag in flags:
             module.training = flag
-        for module, name, buffer, values in buffers:
-            # By value: batch_norm writes to its statistics without telling their version.
-            if not torch.equal(buffer, values):
-                with torch.no_grad():
-                    buffer.copy_(values)
-            module._buffers[name] = buffer
+        for module, before in buffers:
+            before.put_back(module)

@@ -43,23 +43,22 @@ class emulation:
         if choice not in _CHOICES:
             raise ValueError(f"emulation is {choice!r}: expected {', '.join(map(repr, _CHOICES))}")
         self.choice = choice
-        self._outer: list[str] = []
 
     def __enter__(self) -> emulation:
         if torch.compiler.is_compiling():
             raise RuntimeError("octavo.emulation goes around the call of a compiled function, not into it")
-        self._outer.append(_chosen())
-        torch._C._stash_obj_in_tls(_KEY, self.choice)
+        torch._C._stash_obj_in_tls(_KEY, (*_entered(), self.choice))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        torch._C._stash_obj_in_tls(_KEY, self._outer.pop())
+        torch._C._stash_obj_in_tls(_KEY, _entered()[:-1])
 
 
 def current_emulation() -> Literal["fp32", "hopper"]:
     """What is in force in this thread: "auto" is "fp32"."""
-    return "hopper" if _chosen() == "hopper" else "fp32"
+    return "hopper" if _entered()[-1:] == ("hopper",) else "fp32"
 
 
-def _chosen() -> str:
-    return str(torch._C._get_obj_in_tls(_KEY)) if torch._C._is_key_in_tls(_KEY) else "auto"
+def _entered() -> tuple[str, ...]:
+    """The choices of the contexts that this thread is in, the innermost last."""
+    return tuple(torch._C._get_obj_in_tls(_KEY)) if torch._C._is_key_in_tls(_KEY) else ()

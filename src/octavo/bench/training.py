@@ -37,11 +37,19 @@ class Training:
 
 
 def prepare_training(
-    case: ModelCase, variant: Variant, *, small: bool, samples: int, device: torch.device, seed: int
+    case: ModelCase,
+    variant: Variant,
+    *,
+    small: bool,
+    samples: int,
+    device: torch.device,
+    seed: int,
+    ran_eager: Callable[[], None] = lambda: None,
 ) -> Training:
     """Build, convert, compile and, if the variant asks for it, capture; the first steps are still to be run.
 
-    A captured variant has run its warm-up steps when this returns.
+    A captured variant has run its warm-up steps when this returns. `ran_eager` is called where eager steps, run before
+    anything is compiled, have ended.
 
     Raises:
         NotImplementedError: this version of Octavo has no make_graphed_callables.
@@ -61,6 +69,7 @@ def prepare_training(
     if variant.compiled:
         for _ in range(converted.eager_steps):
             stepper.run()
+        ran_eager()
         _compile(inner, variant.compiled, case.blocks(inner))
     if variant.graph == "graphed":
         stepper.model = _graphed(model, variant, batch, device)

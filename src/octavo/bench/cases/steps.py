@@ -88,20 +88,21 @@ def step_figures(session: Session, case: ModelCase, variant: Variant, samples: i
     from before the recording: a captured step's is made while it is built, the compiler's in the first steps.
     """
     session.forget_compiled()
-    session.release()
+    _count_memory_anew(session)
     small = not session.on_gpu
     start = time.perf_counter()
-    if session.on_gpu:
-        torch.cuda.reset_peak_memory_stats(session.device)
+    # What eager steps before compiling took and left is no part of the compiled ones.
     training = prepare_training(
-        case, variant, small=small, samples=samples, device=session.device, seed=session.settings.seed
+        case,
+        variant,
+        small=small,
+        samples=samples,
+        device=session.device,
+        seed=session.settings.seed,
+        ran_eager=lambda: _count_memory_anew(session),
     )
     session.synchronise()
     built = time.perf_counter()
-    if session.on_gpu and not variant.graph:
-        # What eager steps before compiling have left is no part of the compiled ones.
-        session.release()
-        torch.cuda.reset_peak_memory_stats(session.device)
     warm_up, count = (3, 6) if session.settings.quick or small else (6, 12)
     for _ in range(warm_up):
         training.step()
@@ -116,6 +117,12 @@ def step_figures(session: Session, case: ModelCase, variant: Variant, samples: i
     figures |= {"build_s": round(built - start, 2), "warm_s": round(warmed - built, 2)}
     figures |= {"converted": training.layers, "parameters": training.parameters, "loss": float(training.loss())}
     return figures | memory_figures(session)
+
+
+def _count_memory_anew(session: Session) -> None:
+    session.release()
+    if session.on_gpu:
+        torch.cuda.reset_peak_memory_stats(session.device)
 
 
 def replays(variant: Variant) -> bool:

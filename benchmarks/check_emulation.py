@@ -6,9 +6,10 @@ Each case is a shape, the data, the formats, what is compared and how it accumul
 and outputs in bfloat16 under one scale, scales by row and scales by block. A line says which share of the elements is
 equal, NaN to NaN; a case passes if all are. The emulation runs on the same GPU.
 
-Of an accumulator that differs other readings are tried, and the shares that they reach recorded as `other`: K split
+Of what differs other readings are tried, and the shares that they reach recorded as `other`. Of an accumulator: K split
 into runs of whole blocks of 128 whose sums are added in float32, as cuBLASLt does for small outputs, and promotion
-after another number of elements. Of outputs by row: both scales multiplied one after the other.
+after another number of elements. Of outputs by row: the scales in another order. Of outputs by block: a block's sum
+scaled and added by one rounding, its scales one after the other, K split.
 
 One JSON line a case (hardware, versions, commit). Exit status 1 if a case differs, 2 without a CUDA device.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,6 +35,7 @@ from benchmarks.check_kernels import Checks, environment
 from octavo.formats import E4M3, E5M2, Format, cast
 from octavo.kernels import ScaleRule
 from octavo.kernels.block_cast import block_cast
+from octavo.kernels.block_cast.layout import expanded
 from octavo.kernels.scaled_mm import hopper, scaled_mm, scaled_mm_hopper
 from octavo.kernels.scaled_mm.blockwise import block_scaled_mm_hopper
 from octavo.kernels.scaled_mm.hopper import PROMOTED, hopper_sum
@@ -113,7 +115,7 @@ def one_output(a: Tensor, b: Tensor, kind: str, accumulate: Any) -> Result:
     if kind == "row" and result["equal"] < 1:
         bare = hopper_sum(a, b, accumulate == "precise")
         result["other"] = {
-            "scale_b, then scale_a": share(found, (bare * scale_b.t() * scale_a).bfloat16()),
+            "both scales at once": share(found, (bare * (scale_b.t() * scale_a)).bfloat16()),
             "scale_a, then scale_b": share(found, (bare * scale_a * scale_b.t()).bfloat16()),
         }
     return result
@@ -126,7 +128,49 @@ def one_block_output(x: Tensor, w: Tensor, by_square: bool, power_of_two: bool) 
     b, scale_b = block_cast(w, E4M3, BLOCK_128X128 if by_square else BLOCK_1X128, rule, columnwise=False)[:2]
     assert a is not None and scale_a is not None and b is not None and scale_b is not None  # noqa: PT018
     found = scaled_mm(a, b, scale_a, scale_b, None, torch.bfloat16, "precise")
-    return {"equal": share(found, block_scaled_mm_hopper(a, b, scale_a, scale_b, None, torch.bfloat16))}
+    result: Result = {"equal": share(found, block_scaled_mm_hopper(a, b, scale_a, scale_b, None, torch.bfloat16))}
+    if result["equal"] < 1:
+        of_a, of_b = (expanded(scale, codes)[:, ::PROMOTED].t() for scale, codes in ((scale_a, a), (scale_b, b)))
+        result["other"] = block_readings(a, b, of_a, of_b, found)
+    return result
+
+
+def block_readings(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, found: Tensor) -> dict[str, float]:
+    """Of products by block; `of_a`, `of_b`: scales [K / 128, M] and [K / 128, N]."""
+    starts = range(0, a.shape[1], PROMOTED)
+    sums = [hopper_sum(a[:, k : k + PROMOTED], b[:, k : k + PROMOTED], False) for k in starts]
+    zero = torch.zeros(a.shape[0], b.shape[0], device=a.device)
+
+    def scaled(block: int, order: str) -> Tensor:
+        one, other = of_a[block, :, None], of_b[block, None, :]
+        if order == "at once":
+            return sums[block] * (one * other)
+        return sums[block] * one * other if order == "a first" else sums[block] * other * one
+
+    def fused(out: Tensor, block: int) -> Tensor:
+        # The product of two float32 is exact in float64; the sum is rounded twice, seldom another way.
+        return (sums[block].double() * (of_a[block, :, None] * of_b[block, None, :]).double() + out.double()).float()
+
+    def fused_a(out: Tensor, block: int) -> Tensor:
+        return ((sums[block] * of_b[block]).double() * of_a[block, :, None].double() + out.double()).float()
+
+    def fused_b(out: Tensor, block: int) -> Tensor:
+        return ((sums[block] * of_a[block, :, None]).double() * of_b[block].double() + out.double()).float()
+
+    readings: dict[str, Callable[[Tensor, int], Tensor]] = {
+        "fused, both scales at once": fused,
+        "fused, scale_b then scale_a": fused_a,
+        "fused, scale_a then scale_b": fused_b,
+        "scale_a, then scale_b": lambda out, block: out + scaled(block, "a first"),
+        "scale_b, then scale_a": lambda out, block: out + scaled(block, "b first"),
+    }
+    shares = {}
+    for name, added in readings.items():
+        out = zero
+        for block in range(len(sums)):
+            out = added(out, block)
+        shares[name] = share(found, out.bfloat16())
+    return shares
 
 
 def cases() -> Iterator[tuple[tuple[int, int, int], str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,10 @@ class Device:
     def allocate(self, gib: int) -> None:
         self.peak = max(self.peak, gib)
 
-    def build(self, *args: object, **options: object) -> Training:
-        self.allocate(RECORDING if self.recording == "captured" else EAGER)
+    def build(self, *args: object, ran_eager: Callable[[], None], **options: object) -> Training:
+        self.allocate(EAGER)
+        ran_eager()
+        self.allocate(RECORDING if self.recording == "captured" else OUTSIDE)
         return Training(self.step, lambda: torch.zeros(()), 4, 100)
 
     def step(self) -> None:

@@ -51,7 +51,7 @@ ON_GPU = (
     "octavo-delayed-compiled-captured",
     "octavo-delayed-reduced",
     "octavo-delayed-linears-reduced",
-    "octavo-delayed-lean-compiled",
+    "octavo-delayed-lean-compiled-captured",
     "octavo-delayed-head-lean-reduced",
     "bf16-compiled-captured",
     "bf16-reduced",

@@ -60,7 +60,8 @@ def scaled_mm_emulated(
 def _scaled(
     accumulator: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    # 3. Scales: one factor, or one a row and one a column.
-    scaled = accumulator * (scale_a * scale_b.reshape(1, -1) if scale_b.dim() else scale_a * scale_b)
+    # 3. Scales: one factor; or one a column, then one a row, each product rounded, as cuBLASLt has them.
+    by_row = scale_b.dim() > 0
+    scaled = accumulator * scale_b.reshape(1, -1) * scale_a if by_row else accumulator * (scale_a * scale_b)
     # 4. Bias in float32, one rounding.
     return (scaled if bias is None else scaled + bias.float()).to(out_dtype)

@@ -117,8 +117,9 @@ def test_training_with_cuda_graphs_says_that_there_are_none_on_a_cpu() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vit_float8_experimental", "vit_transformer_engine"])
-@pytest.mark.parametrize("arguments", [(), ("--class-token",)], ids=["average", "class-token"])
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("vit_float8_experimental", ()), ("vit_transformer_engine", ("--class-token",))]
+)
 def test_the_vision_transformer_learns_in_fp8_as_in_bf16(name: str, arguments: tuple[str, ...], tmp_path: Path) -> None:
     record = tmp_path / "runs.jsonl"
     out = example(name, "--json", str(record), *arguments)

@@ -19,8 +19,6 @@ TOKENS = [24, 40, 56, 17, 128, 7]
 OUTSIDE, INSIDE, OWN = "context outside", "context inside", "own recipe"
 # Where the context stands matters to delayed scaling alone, and each combination costs seconds.
 CASES = [
-    ("delayed", OUTSIDE),
-    ("delayed", INSIDE),
     ("delayed", OWN),
     ("delayed, measured first", INSIDE),
     ("delayed, input kept", OUTSIDE),
@@ -96,16 +94,17 @@ def test_equal_to_eager_with_few_recompiles(recipe: str, where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("recipe", "options"),
     [
-        {"checkpoint": True},
-        {"saved_activation_input": "fp8"},
-        {"return_layernorm_output": True},
-        {"checkpoint": True, "return_layernorm_output": True},
+        ("delayed", {"checkpoint": True}),
+        ("delayed", {"saved_activation_input": "fp8"}),
+        ("delayed", {"return_layernorm_output": True}),
+        ("rowwise", {"saved_activation_input": "fp8"}),
+        ("rowwise", {"checkpoint": True, "return_layernorm_output": True}),
+        ("none", {"checkpoint": True, "return_layernorm_output": True}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "none"])
 def test_options_are_compiled_too(recipe: str, options: dict[str, Any]) -> None:
     assert_equal_steps(Runs(OUTSIDE, recipe, None, **options), Runs(OUTSIDE, recipe, "aot_eager", **options))
 

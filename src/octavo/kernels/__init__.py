@@ -3,7 +3,7 @@
 from octavo.kernels.amax import amax, amax_by_row_and_column, partial_amax
 from octavo.kernels.block_cast import block_cast, expanded, has_blocks, lay_out
 from octavo.kernels.cast_transpose import CastOutput, ScaleRule, cast_transpose
-from octavo.kernels.delayed_update import delayed_update
+from octavo.kernels.delayed_update import delayed_update, delayed_update_in_place
 from octavo.kernels.emulation import Emulation, current_emulation, emulation
 from octavo.kernels.layout import ALIGNMENT, SCALE_ALIGNMENT, pad_matrix, pad_row_scale, padded
 from octavo.kernels.scaled_mm import Accumulation, runs_natively, scaled_mm
@@ -21,6 +21,7 @@ __all__ = [
     "cast_transpose",
     "current_emulation",
     "delayed_update",
+    "delayed_update_in_place",
     "emulation",
     "expanded",
     "has_blocks",

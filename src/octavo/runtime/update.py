@@ -18,7 +18,15 @@ from octavo.kernels import SCALE_ALIGNMENT, delayed_update
 from octavo.recipes import DelayedUpdate, Recipe
 from octavo.runtime.given_model import check_model
 from octavo.runtime.layer_state import LayerState, registered_states, states_of
-from octavo.tensor import OperandState, close_step, histories_of, stays_in_place
+from octavo.tensor import (
+    OperandState,
+    StepRule,
+    close_captured_step,
+    close_step,
+    histories_of,
+    is_captured,
+    stays_in_place,
+)
 
 
 class Agreement(Protocol):
@@ -63,6 +71,8 @@ class _Rule(NamedTuple):
     update: DelayedUpdate
 
 
+# Operands of one format, with its largest value.
+_OfFormat = tuple[float, list[OperandState]]
 # By rule, then by the largest value of their format.
 _Grouped = dict[_Rule, dict[float, list[OperandState]]]
 
@@ -173,25 +183,51 @@ def _agreed(states: list[LayerState], grouped: _Grouped, group: object | None) -
     return {id(operand): agreed[places[id(operand)]] for operand in chosen}
 
 
-def _update(rule: _Rule, formats: list[tuple[float, list[OperandState]]], agreed: dict[int, Tensor]) -> None:
+def _update(rule: _Rule, formats: list[_OfFormat], agreed: dict[int, Tensor]) -> None:
     """One update of operands of one format or of two."""
-    operands = [operand for _, members in formats for operand in members]
     for format_max, members in formats:
         for operand in members:
             # Layers that share it may run in several formats: the new scale is for this one.
             operand.format_max = format_max
+    if not agreed:
+        formats = _left_of_captured(rule, formats)
+    if not formats:
+        return
+    operands = [operand for _, members in formats for operand in members]
     last = torch.stack([agreed.get(id(operand), operand.gathered) for operand in operands]).to(rule.device)
     took_part = _took_part(operands, last)
-    history, scale = delayed_update(
-        histories_of(operands, rule.update.amax_history_len),
-        torch.stack([operand.scale for operand in operands]),
-        last,
-        (formats[0][0], formats[-1][0]),
-        len(formats[0][1]),
-        rule.update.margin,
-        rule.update.algorithm,
-    )
+    by = _step_rule(rule, formats)
+    scales = torch.stack([operand.scale for operand in operands])
+    history, scale = delayed_update(histories_of(operands, by.length), scales, last, *by[1:])
     close_step(operands, history, _apart(scale), took_part)
+
+
+def _step_rule(rule: _Rule, formats: list[_OfFormat]) -> StepRule:
+    update = rule.update
+    maxima, first = (formats[0][0], formats[-1][0]), len(formats[0][1])
+    return StepRule(update.amax_history_len, maxima, first, update.margin, update.algorithm)
+
+
+def _left_of_captured(rule: _Rule, formats: list[_OfFormat]) -> list[_OfFormat]:
+    """Update the captured operands where they lie; return the others, those too whose scale is not known yet.
+
+    In a capture that is all: a graph would go on reading what was prepared for another step.
+    """
+    if torch.compiler.is_compiling() or is_captured(formats[0][1][0].gathered):
+        return formats
+    fixed = _chosen(formats, True)
+    if not fixed:
+        return formats
+    close_captured_step([operand for _, members in fixed for operand in members], _step_rule(rule, fixed))
+    return _chosen(formats, False)
+
+
+def _chosen(formats: list[_OfFormat], in_place: bool) -> list[_OfFormat]:
+    """Those that are updated where they lie, or the others."""
+    chosen = (
+        (largest, [o for o in members if (o.captured and not o.from_data) is in_place]) for largest, members in formats
+    )
+    return [one for one in chosen if one[1]]
 
 
 def _took_part(operands: list[OperandState], last: Tensor) -> list[bool]:

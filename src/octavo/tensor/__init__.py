@@ -2,7 +2,15 @@
 
 from octavo.tensor.block_quantizer import BlockQuantizer
 from octavo.tensor.matmul import scaled_mm
-from octavo.tensor.operand_state import OperandState, close_step, histories_of, stays_in_place
+from octavo.tensor.operand_state import (
+    OperandState,
+    StepRule,
+    close_captured_step,
+    close_step,
+    histories_of,
+    is_captured,
+    stays_in_place,
+)
 from octavo.tensor.quantize import cast_to_representable, quantize
 from octavo.tensor.quantized_tensor import QuantizedTensor
 from octavo.tensor.quantizer import CurrentQuantizer, DelayedQuantizer, Operand, Quantizer, StaticQuantizer, UsedScale
@@ -19,11 +27,14 @@ __all__ = [
     "QuantizedTensor",
     "Quantizer",
     "StaticQuantizer",
+    "StepRule",
     "UsedScale",
     "cast_to_representable",
     "checked_scale",
+    "close_captured_step",
     "close_step",
     "histories_of",
+    "is_captured",
     "operand_of",
     "quantize",
     "scaled_mm",

@@ -11,20 +11,41 @@ Three rules keep it right under autograd, the compiler and checkpointing:
 - Amaxes gather by max into one small tensor of fixed identity. 0 means that nothing was gathered.
 
 An update leaves the histories of all its operands in one table [n, L]. Where the next one is of the same operands in
-the same order, it takes the table as it is; a row of it is looked up only for who asks for one history.
+the same order, it takes the table as it is; a row of it is looked up only for who asks for one history. Operands that
+are captured are updated where they lie, by a call that was prepared for them (`close_captured_step`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.scaling import resized_history, scale_from_multiplier
+from octavo.kernels import delayed_update_in_place
+from octavo.scaling import AmaxComputeAlgo, resized_history, scale_from_multiplier
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
+
+
+class StepRule(NamedTuple):
+    """How an update goes: the length of the histories, and `octavo.kernels.delayed_update`'s arguments of these names."""
+
+    length: int
+    maxima: tuple[float, float]
+    first: int
+    margin: int
+    algorithm: AmaxComputeAlgo
+
+
+class _Prepared(NamedTuple):
+    """An update of captured operands, and for what it was prepared: three tensors of each."""
+
+    rule: StepRule
+    tensors: list[Tensor]
+    run: Callable[[], None]
 
 
 class OperandState:
@@ -41,6 +62,7 @@ class OperandState:
         closed_before: an update has been made.
         shared: it may be that of several layers.
         captured: a CUDA graph reads or writes this state, so that all of it stays where it is.
+        prepared: the last update of captured operands of which this one was the first.
     """
 
     scale: Tensor
@@ -49,6 +71,7 @@ class OperandState:
     row: int
     _history: Tensor | None
     shared: bool = False
+    prepared: _Prepared | None = None
 
     def __init__(self, device: torch.device | None = None, *, late_bound: bool = False) -> None:
         self.late_bound = late_bound
@@ -205,7 +228,7 @@ class OperandState:
 
     def __getstate__(self) -> dict[str, Any]:
         # A history of its own: the table holds those of other layers too.
-        state = {**self.__dict__, "captured": False, "history": self.history.clone()}
+        state = {**self.__dict__, "captured": False, "prepared": None, "history": self.history.clone()}
         for name in ("table", "row", "_history"):
             del state[name]
         return state
@@ -272,6 +295,35 @@ def _histories_in_place(operands: Sequence[OperandState], histories: Tensor) -> 
         return [table], [histories]
     rows = histories.unbind()
     return [operands[row].history for row in captured], [rows[row] for row in captured]
+
+
+def close_captured_step(operands: Sequence[OperandState], rule: StepRule) -> None:
+    """Update captured operands where they lie, and begin to gather anew.
+
+    What was prepared for the last such step serves again where every tensor is still the same one.
+
+    Args:
+        operands: on one device, all captured, all with a known scale.
+        rule: how.
+    """
+    first = operands[0]
+    tensors = [tensor for o in operands for tensor in (o._history, o.scale, o.gathered)]
+    known = first.prepared
+    same = known is not None and known.rule == rule and len(known.tensors) == len(tensors)
+    if known is None or not (same and all(map(is_, known.tensors, tensors))):
+        known = first.prepared = _prepared(operands, rule)
+    known.run()
+    for operand in operands:
+        operand.closed_before = True
+
+
+def _prepared(operands: Sequence[OperandState], rule: StepRule) -> _Prepared:
+    for operand in operands:
+        operand.resize(rule.length)
+    histories, scales = [operand.history for operand in operands], [operand.scale for operand in operands]
+    gathered = [operand.gathered for operand in operands]
+    run = delayed_update_in_place(histories, scales, gathered, *rule[1:])
+    return _Prepared(rule, [tensor for three in zip(histories, scales, gathered, strict=True) for tensor in three], run)
 
 
 def stays_in_place() -> bool:

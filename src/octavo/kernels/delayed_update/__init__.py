@@ -4,7 +4,8 @@
 
 The operands are of one format or of two: those of one come first. So forward operands and gradients are one launch.
 
-Nothing is written in place and nothing is read on the host: what a forward has read stays as it was.
+Nothing is written in place and nothing is read on the host: what a forward has read stays as it was. Of operands whose
+place is fixed, since a CUDA graph reads them, `delayed_update_in_place` does it where they lie.
 """
 
 from __future__ import annotations
@@ -12,13 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from octavo.kernels.delayed_update.in_place import LONGEST_WINDOW, delayed_update_in_place
 from octavo.kernels.delayed_update.reference import delayed_update_reference
 from octavo.kernels.library import register
 from octavo.kernels.triton_support import device_reasons, uses_triton
 from octavo.scaling import AmaxComputeAlgo
-
-# One program holds a window.
-LONGEST_WINDOW = 1 << 14
 
 
 def delayed_update(
@@ -88,4 +87,4 @@ _operator = register(
     ),
 )
 
-__all__ = ["delayed_update", "delayed_update_reference", "unsupported_reasons"]
+__all__ = ["delayed_update", "delayed_update_in_place", "delayed_update_reference", "unsupported_reasons"]

@@ -16,6 +16,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ from octavo.scaling import resized_history
 from octavo.tensor import OperandState
 
 Samples = tuple[Tensor, ...]
+# Of an operand: its scale.
+_is_unknown = attrgetter("from_data")
 
 
 class _Kept(NamedTuple):
@@ -132,6 +135,8 @@ class GraphedForward:
         self._module, self._layers = module, layers
         self._forward, self._replay, self._training, self._inputs = captured
         self._recipes = self._in_force()
+        # A context's recipe that was found to be the same.
+        self._same: Recipe | None = None
         # What was not known at the capture has taken no part in it.
         self._known = [operand for layer in layers for operand in layer.delayed_state.operands if not operand.from_data]
         self._delayed = [
@@ -201,9 +206,18 @@ class GraphedForward:
             and not (frame is not None and frame.calibrating)
             and current_count() is None
             and not any(layer.observer is not None for layer in self._layers)
-            and not any(operand.from_data for operand in self._known)
-            and self._in_force() == self._recipes
+            and not any(map(_is_unknown, self._known))
+            and self._has_same_recipes(None if frame is None or not frame.enabled else frame.recipe)
         )
+
+    def _has_same_recipes(self, given: Recipe | None) -> bool:
+        """True if each layer's recipe is equal to the captured one; `given` is what a context has for all of them."""
+        if given is not None and given is self._same:
+            return True
+        same = self._in_force() == self._recipes
+        if same and given is not None and not given.overrides:
+            self._same = given
+        return same
 
     def _notice_forgotten_update(self) -> None:
         """Warn once if optimizers have stepped and no update has followed, as the layers do."""

@@ -25,7 +25,7 @@ _REGISTERING = threading.Lock()
 
 
 # What a copy of a state makes for itself.
-_ANEW = {"decided": None, "plan": None, "_noted": None}
+_ANEW = {"decided": None, "plan": None, "updates": None, "_noted": None}
 
 
 class UsedScales:
@@ -51,6 +51,7 @@ class LayerState:
         shares_input: `input` is that of other layers too.
         decided: what the last forward outside of checkpoints was run with, and what that was decided by.
         plan: the plan of the last call and what it was made for.
+        updates: those of the last step of which this state was the first, and what they were made for.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -67,6 +68,7 @@ class LayerState:
         self.shares_input = False
         self.decided: Any = None
         self.plan: Any = None
+        self.updates: Any = None
         self._noted: tuple[UsedScales, UsedScales] | None = None
         _register(self)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
+from itertools import compress
+from operator import is_
 from typing import NamedTuple, Protocol
 
 import torch
@@ -77,6 +79,20 @@ _OfFormat = tuple[float, list[OperandState]]
 _Grouped = dict[_Rule, dict[float, list[OperandState]]]
 
 
+class _Update(NamedTuple):
+    """One update: operands of one format or of two, by how they are updated.
+
+    Attributes:
+        rule, by: what they have in common, and that in the words of an update.
+        operands, maxima: and the largest value of each one's format.
+    """
+
+    rule: _Rule
+    by: StepRule
+    operands: list[OperandState]
+    maxima: list[float]
+
+
 def end_step(context: object, group: object | None = None, recipe: Recipe | None = None) -> None:
     """Update the states of all layers that ran in `context` since their last update.
 
@@ -94,7 +110,6 @@ def end_step(context: object, group: object | None = None, recipe: Recipe | None
         update_states(states, group, recipe)
 
 
-@torch.no_grad()
 def update_scales(model: nn.Module, group: object | None = None) -> None:
     """End a step of delayed scaling: new scales for the next step from the amaxes of this one.
 
@@ -122,23 +137,60 @@ def update_scales(model: nn.Module, group: object | None = None) -> None:
     update_states(states, group)
 
 
-@torch.no_grad()
 def update_states(states: list[LayerState], group: object | None, otherwise: Recipe | None = None) -> None:
     """One update of these states; `otherwise` is the recipe of those that have not run."""
     # A layer that has not run has no name by which an override could be looked up.
     if otherwise is not None and (otherwise.delayed is None or otherwise.overrides):
         otherwise = None
-    grouped = _grouped(states, otherwise)
-    agreed = _agreed(states, grouped, group)
+    updates = _updates(states, otherwise)
+    for state in states:
+        state.context = None
+        state.stale_steps = 0
+    agreed = _agreed(states, updates, group) if _Collective.agreement.needed(group) else {}
+    for update in updates:
+        for operand, format_max in zip(update.operands, update.maxima, strict=True):
+            # Layers that share it may run in several formats: the new scale is for this one.
+            operand.format_max = format_max
+        left = update if agreed else _left_of_captured(update)
+        if left is not None:
+            _update_by_operators(left, agreed)
+
+
+def _updates(states: list[LayerState], otherwise: Recipe | None) -> list[_Update]:
+    """The updates that these states take: those of the last step where nothing has changed since.
+
+    They are kept by the first state, in eager code; in compiled code they would become part of its guards.
+    """
+    if torch.compiler.is_compiling() or not states:
+        return _cut(_grouped(states, otherwise))
+    known = states[0].updates
+    # The tensor tells of another device.
+    parts = [part for s in states for part in (s.recipe, s.input, s.weight, s.grad_output, s.input.gathered)]
+    parts.append(otherwise)
+    if known is None or len(known[0]) != len(parts) or not all(map(is_, known[0], parts)):
+        known = states[0].updates = parts, _cut(_grouped(states, otherwise))
+    updates: list[_Update] = known[1]
+    return updates
+
+
+def _cut(grouped: _Grouped) -> list[_Update]:
+    """One update takes up to two formats."""
+    updates = []
     for rule, by_format in grouped.items():
         formats = [one for one in by_format.items() if one[1]]
-        # One update takes up to two formats.
-        for begin in range(0, len(formats), 2):
-            _update(rule, formats[begin : begin + 2], agreed)
+        updates += [_update_of(rule, formats[begin : begin + 2]) for begin in range(0, len(formats), 2)]
+    return updates
+
+
+def _update_of(rule: _Rule, formats: list[_OfFormat]) -> _Update:
+    maxima, first = (formats[0][0], formats[-1][0]), len(formats[0][1])
+    by = StepRule(rule.update.amax_history_len, maxima, first, rule.update.margin, rule.update.algorithm)
+    operands = [operand for _, members in formats for operand in members]
+    return _Update(rule, by, operands, [largest for largest, members in formats for _ in members])
 
 
 def _grouped(states: list[LayerState], otherwise: Recipe | None) -> _Grouped:
-    """The operands of these states, each once, by what updates them; and the states begin a new step."""
+    """The operands of these states, each once, by what updates them."""
     grouped: _Grouped = {}
     known: dict[tuple[int, torch.device], list[list[OperandState]]] = {}
     seen: set[int] = set()
@@ -157,77 +209,66 @@ def _grouped(states: list[LayerState], otherwise: Recipe | None) -> _Grouped:
                     continue  # by layers on one input
                 seen.add(id(operand))
             operands.append(operand)
-        state.context = None
-        state.stale_steps = 0
     return grouped
 
 
-def _agreed(states: list[LayerState], grouped: _Grouped, group: object | None) -> dict[int, Tensor]:
+@torch.no_grad()
+def _agreed(states: list[LayerState], updates: list[_Update], group: object | None) -> dict[int, Tensor]:
     """The amaxes after one all-reduce for all rules that ask for it, by the operands' identity.
 
     The vector has a place for every operand of every layer, whether or not it ran: it is as long on all ranks.
     """
-    agreement = _Collective.agreement
-    agreeing = [rule for rule in grouped if rule.update.reduce_amax]
-    if not (agreeing and agreement.needed(group)):
+    agreeing = [update for update in updates if update.rule.update.reduce_amax]
+    if not agreeing:
         return {}
-    device = agreeing[0].device
+    device = agreeing[0].rule.device
     places: dict[int, int] = {}
     for place, operand in enumerate(operand for state in states for operand in state.operands):
         places.setdefault(id(operand), place)
     joined = [torch.zeros((), device=device)] * sum(len(state.operands) for state in states)
-    chosen = [operand for rule in agreeing for operands in grouped[rule].values() for operand in operands]
+    chosen = [operand for update in agreeing for operand in update.operands]
     for operand in chosen:
         joined[places[id(operand)]] = operand.gathered.to(device)
-    agreed = agreement.reduce(torch.stack(joined), group).unbind()
+    agreed = _Collective.agreement.reduce(torch.stack(joined), group).unbind()
     return {id(operand): agreed[places[id(operand)]] for operand in chosen}
 
 
-def _update(rule: _Rule, formats: list[_OfFormat], agreed: dict[int, Tensor]) -> None:
-    """One update of operands of one format or of two."""
-    for format_max, members in formats:
-        for operand in members:
-            # Layers that share it may run in several formats: the new scale is for this one.
-            operand.format_max = format_max
-    if not agreed:
-        formats = _left_of_captured(rule, formats)
-    if not formats:
-        return
-    operands = [operand for _, members in formats for operand in members]
-    last = torch.stack([agreed.get(id(operand), operand.gathered) for operand in operands]).to(rule.device)
-    took_part = _took_part(operands, last)
-    by = _step_rule(rule, formats)
-    scales = torch.stack([operand.scale for operand in operands])
-    history, scale = delayed_update(histories_of(operands, by.length), scales, last, *by[1:])
-    close_step(operands, history, _apart(scale), took_part)
-
-
-def _step_rule(rule: _Rule, formats: list[_OfFormat]) -> StepRule:
-    update = rule.update
-    maxima, first = (formats[0][0], formats[-1][0]), len(formats[0][1])
-    return StepRule(update.amax_history_len, maxima, first, update.margin, update.algorithm)
-
-
-def _left_of_captured(rule: _Rule, formats: list[_OfFormat]) -> list[_OfFormat]:
-    """Update the captured operands where they lie; return the others, those too whose scale is not known yet.
+def _left_of_captured(update: _Update) -> _Update | None:
+    """Update the captured operands where they lie; return what is left: others, and those whose scale is not known.
 
     In a capture that is all: a graph would go on reading what was prepared for another step.
     """
-    if torch.compiler.is_compiling() or is_captured(formats[0][1][0].gathered):
-        return formats
-    fixed = _chosen(formats, True)
-    if not fixed:
-        return formats
-    close_captured_step([operand for _, members in fixed for operand in members], _step_rule(rule, fixed))
-    return _chosen(formats, False)
+    operands = update.operands
+    if torch.compiler.is_compiling() or is_captured(operands[0].gathered):
+        return update
+    fixed = [operand.captured and not operand.from_data for operand in operands]
+    if not any(fixed):
+        return update
+    if all(fixed):
+        close_captured_step(operands, update.by)
+        return None
+    captured = _chosen(update, fixed)
+    close_captured_step(captured.operands, captured.by)
+    return _chosen(update, [not one for one in fixed])
 
 
-def _chosen(formats: list[_OfFormat], in_place: bool) -> list[_OfFormat]:
-    """Those that are updated where they lie, or the others."""
-    chosen = (
-        (largest, [o for o in members if (o.captured and not o.from_data) is in_place]) for largest, members in formats
-    )
-    return [one for one in chosen if one[1]]
+def _chosen(update: _Update, chosen: list[bool]) -> _Update:
+    """The update of some of its operands."""
+    formats: dict[float, list[OperandState]] = {}
+    for operand, largest in compress(zip(update.operands, update.maxima, strict=True), chosen):
+        formats.setdefault(largest, []).append(operand)
+    return _update_of(update.rule, list(formats.items()))
+
+
+@torch.no_grad()
+def _update_by_operators(update: _Update, agreed: dict[int, Tensor]) -> None:
+    """Update operands whose scales and histories may become new tensors."""
+    operands, by = update.operands, update.by
+    last = torch.stack([agreed.get(id(operand), operand.gathered) for operand in operands]).to(update.rule.device)
+    took_part = _took_part(operands, last)
+    scales = torch.stack([operand.scale for operand in operands])
+    history, scale = delayed_update(histories_of(operands, by.length), scales, last, *by[1:])
+    close_step(operands, history, _apart(scale), took_part)
 
 
 def _took_part(operands: list[OperandState], last: Tensor) -> list[bool]:

@@ -31,7 +31,7 @@ Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
 class StepRule(NamedTuple):
-    """How an update goes: the length of the histories, and `octavo.kernels.delayed_update`'s arguments of these names."""
+    """How an update goes: the length of the histories, and arguments of `octavo.kernels.delayed_update`."""
 
     length: int
     maxima: tuple[float, float]

@@ -132,6 +132,15 @@ def test_how_many_operands_are_of_which_format_makes_no_variant(monkeypatch: pyt
     assert len(assert_keys_decide(update_kernels.delayed_update_kernel, launches)) == 1
     assert len({launch.key for launch in launches}) == 1
 
+    def in_place() -> None:
+        for first, number in ((1, 2), (2, 3), (16, 24), (256, 384)):
+            addresses = torch.zeros(number, 3, dtype=torch.int64)
+            update_kernels.in_place_launch(addresses, 16, (448.0, 57344.0), first, 0, "max")()
+
+    launches = launches_of(monkeypatch, update_kernels, "_launch_in_place", in_place)
+    assert len(assert_keys_decide(update_kernels.delayed_update_in_place_kernel, launches)) == 1
+    assert len({launch.key for launch in launches}) == 1
+
 
 def test_extents_make_variants_by_their_common_alignment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the columns and of the stride; as none of them becomes a 1, none becomes a constant, one column aside."""

@@ -63,6 +63,7 @@ class OperandState:
         shared: it may be that of several layers.
         captured: a CUDA graph reads or writes this state, so that all of it stays where it is.
         prepared: the last update of captured operands of which this one was the first.
+        aliases: what the last update of others wrote to, and aliases of it; of the first of them.
     """
 
     scale: Tensor
@@ -72,6 +73,7 @@ class OperandState:
     _history: Tensor | None
     shared: bool = False
     prepared: _Prepared | None = None
+    aliases: tuple[list[Tensor], list[Tensor]] | None = None
 
     def __init__(self, device: torch.device | None = None, *, late_bound: bool = False) -> None:
         self.late_bound = late_bound
@@ -228,7 +230,8 @@ class OperandState:
 
     def __getstate__(self) -> dict[str, Any]:
         # A history of its own: the table holds those of other layers too.
-        state = {**self.__dict__, "captured": False, "prepared": None, "history": self.history.clone()}
+        state = {**self.__dict__, "captured": False, "history": self.history.clone()}
+        state |= {"prepared": None, "aliases": None}
         for name in ("table", "row", "_history"):
             del state[name]
         return state
@@ -269,20 +272,34 @@ def close_step(operands: Sequence[OperandState], histories: Tensor, scales: Tens
         for operand in operands:
             # Also where compiled code casts, which does not tell.
             operand.captured = True
+    scale_places: list[Tensor] = []
+    new_scales: list[Tensor] = []
     fixed, values = _histories_in_place(operands, histories)
     for row, (operand, scale, took_part) in enumerate(zip(operands, scales, gathered, strict=True)):
         if not operand.captured:
             operand.take_row(histories, row)
         if operand.captured or operand.late_bound:
-            fixed.append(operand.scale.data)
-            values.append(scale)
+            scale_places.append(operand.scale)
+            new_scales.append(scale)
         else:
             operand.scale = scale
         operand.from_data = operand.from_data and not took_part
         operand.closed_before = True
+    places = _past_autograd(operands[0], [*(operand.gathered for operand in operands), *scale_places])
+    fixed += places[len(operands) :]
     if fixed:
-        torch._foreach_copy_(fixed, values)
-    torch._foreach_zero_([operand.gathered.data for operand in operands])
+        torch._foreach_copy_(fixed, [*values, *new_scales])
+    torch._foreach_zero_(places[: len(operands)])
+
+
+def _past_autograd(owner: OperandState, tensors: list[Tensor]) -> list[Tensor]:
+    """Aliases of these past autograd's version counters: those of the last step, if it was of the same tensors."""
+    if torch.compiler.is_compiling():
+        return [tensor.data for tensor in tensors]
+    known = owner.aliases
+    if known is None or len(known[0]) != len(tensors) or not all(map(is_, known[0], tensors)):
+        known = owner.aliases = tensors, [tensor.data for tensor in tensors]
+    return known[1]
 
 
 def _histories_in_place(operands: Sequence[OperandState], histories: Tensor) -> tuple[list[Tensor], list[Tensor]]:

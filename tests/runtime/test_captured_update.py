@@ -282,11 +282,11 @@ def test_on_a_gpu_an_update_waits_for_nothing_and_launches_once(preparations: Pr
         update.update_states(states, None)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         update.update_states(states, None)
         torch.cuda.synchronize()
-    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    assert kernels == ["delayed_update_in_place_kernel"]
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert names == ["delayed_update_in_place_kernel"]
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
 """What eight bits mean: formats as frozen data, the cast, and its inverse."""
 
-from octavo.formats.cast import Rounding, cast, cast_float32, decode
+from octavo.formats.cast import Rounding, cast, cast_float32, decode, round_stochastically
 from octavo.formats.finfo import FormatInfo, finfo
 from octavo.formats.format import (
     E4M3,
@@ -32,4 +32,5 @@ __all__ = [
     "format_given",
     "format_named",
     "format_of",
+    "round_stochastically",
 ]

@@ -58,7 +58,8 @@ def cast(
         return _cast_e8m0(_to_float32(x), saturate)
     x32 = _to_float32(x)
     if rounding == "stochastic":
-        x32 = _round_stochastically(x32, format, generator)
+        uniform = torch.rand(x.shape, dtype=torch.float64, device=x.device, generator=generator)
+        x32 = round_stochastically(x32, format, uniform)
     return cast_float32(x32, format, saturate)
 
 
@@ -111,15 +112,27 @@ def _to_float32(x: Tensor) -> Tensor:
     return torch.where(inexact, bits | 1, bits).view(torch.float32)
 
 
-def _round_stochastically(x: Tensor, format: Format, generator: torch.Generator | None) -> Tensor:
-    """x on the grid of `format` (float32): floor(|x| / quantum + u) * quantum, u uniform in [0, 1)."""
+def round_stochastically(x: Tensor, format: Format, uniform: Tensor) -> Tensor:
+    """x on the grid of `format`, float32, to the neighbour that `uniform` says; `cast_float32` of it changes nothing.
+
+    P(away from 0) = (|x| - lower) / (upper - lower), exact to 2^-53: the expectation is x, also among subnormals. A
+    value of the format has the probability 0 and never changes, zero among them. Beyond M the grid goes on, and
+    `cast_float32` says what becomes of that. NaN and inf stay.
+
+    Args:
+        x: float32.
+        format: the format.
+        uniform: float64 of x's shape, in [0, 1).
+    """
     # 1. The distance of neighbours at x: 2^(exponent - m), at least that of the subnormals.
     _, exponent = torch.frexp(x)
     lowest = round(math.log2(format.min_normal))
     quantum = torch.exp2((exponent - 1).clamp(min=lowest).double() - format.mantissa_bits)
-    # 2. In float64 the quotient and the sum are exact enough not to bias the choice.
-    u = torch.rand(x.shape, dtype=torch.float64, device=x.device, generator=generator)
-    rounded = torch.floor(x.double().abs() / quantum + u) * quantum
+    # 2. |x| in these steps; division by a power of two is exact, and so is the difference.
+    steps = x.double().abs() / quantum
+    lower = torch.floor(steps)
+    # 3. Away from zero with the probability of the rest.
+    rounded = (lower + (uniform < steps - lower)) * quantum
     rounded = torch.where(x.isfinite(), rounded, x.double().abs())
     return torch.copysign(rounded, x.double()).to(torch.float32)
 

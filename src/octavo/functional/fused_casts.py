@@ -2,7 +2,7 @@
 
     known scale (delayed after the first batch, static)   one kernel: the result exists as codes alone
     one scale measured from the result (current)          one kernel for the result and its amax, one cast
-    any other quantizer (by row, by block, observed)      the result, then the quantizer
+    any other (by row, by block, stochastic, observed)    the result, then the quantizer
 
 The result is rounded to the dtype of the layer before it is scaled, as a separate layer would have handed it on. So all
 three give the bits of the separate layers, and gather their amaxes.
@@ -199,6 +199,8 @@ def known_scale(quantizer: Quantizer, x: Tensor) -> _Known | None:
         return _Known(quantizer.spec, torch.full((), value, dtype=torch.float32, device=x.device), None)
     if not isinstance(quantizer, DelayedQuantizer) or (quantizer.from_data and quantizer.fixed is None):
         return None
+    if quantizer.spec.rounding == "stochastic":
+        return None  # fused kernels round to nearest
     state, fixed = quantizer.state, quantizer.fixed
     scale = state.scale if fixed is None else fixed
     traced = torch.compiler.is_compiling()

@@ -39,7 +39,7 @@ from octavo.kernels.grouped_mm.on_device import (
     plain_grouped_mm_over_rows,
 )
 from octavo.runtime import LinearPlan
-from octavo.tensor import Operand, QuantizedTensor
+from octavo.tensor import Operand, PairedQuantizer, QuantizedTensor
 
 # Where parameters begin among the arguments of the autograd Function.
 _FIRST = 9
@@ -95,10 +95,14 @@ def unsupported_reasons(
     """
     if plan is None:
         return _plain_reasons(device, dtype, features)
-    if any(not hasattr(quantizer, "spec") for quantizer in (plan.input, plan.weight, plan.grad_output)):
+    cast_by_group: list[Any] = [plan.input, plan.grad_output]
+    if any(isinstance(quantizer, PairedQuantizer) for quantizer in (*cast_by_group, plan.weight)):
+        return ["an operand has another spec in each of its products: grouped casts make both layouts of one"]
+    if any(not hasattr(quantizer, "spec") for quantizer in (*cast_by_group, plan.weight)):
         return ["its quantizers are watched, one cast an expert"]
-    # The weight of a recipe has whole blocks where the input has parts of rows: one reason is enough.
-    reasons = granularity_reasons(plan.input.spec) + device_reasons(device)  # type: ignore[attr-defined]
+    # The weight of a product has blocks where the other operand has them: one reason is enough.
+    of_casts = [reason for quantizer in cast_by_group for reason in granularity_reasons(quantizer.spec)]
+    reasons = [*dict.fromkeys(of_casts), *device_reasons(device)]
     if not (plan.dgrad_fp8 and plan.wgrad_fp8):
         reasons += _plain_reasons(device, dtype, features)
     return reasons

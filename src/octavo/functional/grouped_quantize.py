@@ -50,9 +50,13 @@ class GroupedOperand(NamedTuple):
 
 def granularity_reasons(spec: QuantizeSpec) -> list[str]:
     """Why operands of a spec cannot be made of groups that only the device knows."""
+    reasons = [] if spec.rounding == "nearest" else ["stochastic rounding: grouped casts round to nearest"]
     if spec.granularity in (TENSOR, ROW):
-        return []
-    return [f"scales by {spec.granularity.name}: there are grouped products with one scale a group or a row only"]
+        return reasons
+    return [
+        f"scales by {spec.granularity.name}: there are grouped products with one scale a group or a row only",
+        *reasons,
+    ]
 
 
 def quantize_groups(

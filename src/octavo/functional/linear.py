@@ -72,9 +72,18 @@ def linear(
 
 def quantize_weight(weight: Tensor, plan: LinearPlan, rowwise: bool, columnwise: bool) -> Operand:
     """Codes of a weight [N, K]; of one that is FP8 already, its own."""
-    if isinstance(weight, QuantizedTensor):
-        return operand_of(weight, plan.weight, rowwise, columnwise, plan.weight_spec.granularity)
-    return plan.weight(weight, rowwise, columnwise)
+    if not isinstance(weight, QuantizedTensor):
+        return plan.weight(weight, rowwise, columnwise)
+    spec, other = plan.weight_spec, plan.weight_spec_t
+    if other is spec or not columnwise:
+        return operand_of(weight, plan.weight, rowwise, columnwise, spec.granularity)
+    by_row = operand_of(weight, plan.weight, rowwise, False, spec.granularity)
+    if other.format.dtype == weight.codes.dtype:
+        by_column = operand_of(weight, plan.weight, False, True, other.granularity)
+    else:
+        # dgrad wants another format than the codes at hand.
+        by_column = plan.weight(weight.dequantize(), False, True)
+    return by_row._replace(codes_t=by_column.codes_t, scale_t=by_column.scale_t)
 
 
 def quantize_for_products(weight: Tensor, plan: LinearPlan, needs_dx: bool) -> Operand:

@@ -46,6 +46,7 @@ from octavo.functional.shared_input import as_rows
 from octavo.kernels import amax_by_row_and_column
 from octavo.kernels.activation_channel_amax import activation_channel_amax
 from octavo.recipes import Recipe
+from octavo.recipes.recipe import LinearSpecs
 from octavo.runtime import LinearPlan, Observer
 from octavo.scaling import TENSOR
 from octavo.tensor import (
@@ -100,9 +101,14 @@ class Channels(NamedTuple):
     inverse: Tensor
 
 
-def check_smoothing(input_spec: QuantizeSpec, weight_spec: QuantizeSpec) -> None:
-    """Raise ValueError if a recipe gives scales that smoothing replaces."""
-    for operand, spec in (("input", input_spec), ("weight", weight_spec)):
+def check_smoothing(specs: LinearSpecs) -> None:
+    """Raise ValueError if a recipe says of fc2's operands what smoothing replaces."""
+    for operand, spec, other in (("input", specs.input, specs.input_t), ("weight", specs.weight, specs.weight_t)):
+        if spec is not other or spec.rounding != "nearest":
+            raise ValueError(
+                f"smooth_swiglu makes both layouts of fc2's {operand} by one spec, rounded to nearest, and the recipe"
+                f" has {spec} and {other}: give fc2 another recipe by an override, or leave smooth_swiglu out"
+            )
         if spec.scaling == "static":
             raise ValueError(
                 f"smooth_swiglu measures the channels of fc2's operands in every call, and the recipe gives a static"
@@ -120,10 +126,10 @@ def smoothing_of(recipe: Recipe, plan: LinearPlan, observer: Observer | None, st
         state: where the amax of a is gathered.
 
     Raises:
-        ValueError: the recipe gives scales that smoothing replaces.
+        ValueError: the recipe says what smoothing replaces.
     """
     specs = recipe.linear
-    check_smoothing(specs.input, specs.weight)
+    check_smoothing(specs)
     of_input, of_weight = plan.input, plan.weight
     if specs.input.granularity is TENSOR:
         made = _OF_INPUT[specs.input.format.name]

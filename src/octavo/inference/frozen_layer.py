@@ -110,7 +110,9 @@ class FrozenLayer(nn.Module):
         traced = torch.compiler.is_compiling()
         name, counter = ("", None) if traced else (f"{self.shown_name}{part}", current_count())
         # There is no backward, and the codes of the weight are given.
-        return LinearPlan(quantizer, quantizer, quantizer, _SUMS, True, True, False, _GIVEN, state, name, counter)
+        return LinearPlan(
+            quantizer, quantizer, quantizer, _SUMS, True, True, False, _GIVEN, _GIVEN, state, name, counter
+        )
 
     @property
     def shown_name(self) -> str:

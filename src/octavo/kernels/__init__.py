@@ -7,6 +7,7 @@ from octavo.kernels.delayed_update import delayed_update, delayed_update_in_plac
 from octavo.kernels.emulation import Emulation, current_emulation, emulation
 from octavo.kernels.layout import ALIGNMENT, SCALE_ALIGNMENT, pad_matrix, pad_row_scale, padded
 from octavo.kernels.scaled_mm import Accumulation, runs_natively, scaled_mm
+from octavo.kernels.stochastic_cast import stochastic_cast
 
 __all__ = [
     "ALIGNMENT",
@@ -32,4 +33,5 @@ __all__ = [
     "partial_amax",
     "runs_natively",
     "scaled_mm",
+    "stochastic_cast",
 ]

@@ -15,15 +15,18 @@ import torch
 _LIBRARY = torch.library.Library("octavo", "DEF")
 
 
-def register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+def register(
+    schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], *, random: bool = False
+) -> Callable[..., Any]:
     """Define the operator `octavo::<schema>` for every device, and return it.
 
     Args:
         schema: as in "amax(Tensor x, str granularity) -> Tensor".
         implementation: the launcher, on real tensors.
         fake: the same signature on tensors without data, giving outputs of the right shape, dtype and device.
+        random: it draws from a generator, so that the compiler may not compute it twice.
     """
-    _LIBRARY.define(schema)
+    _LIBRARY.define(schema, tags=(torch.Tag.nondeterministic_seeded,) if random else ())
     name = schema.partition("(")[0]
     torch.library.impl(_LIBRARY, name, "CompositeExplicitAutograd")(implementation)
     torch.library.register_fake(f"octavo::{name}", fake, lib=_LIBRARY)

@@ -37,6 +37,7 @@ from octavo.runtime.autocast import in_backward
 from octavo.tensor import Operand, QuantizedTensor, QuantizeSpec, quantize
 
 CachedWeight = Literal["refresh", "reuse"]
+Specs = tuple[QuantizeSpec, QuantizeSpec]
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -138,11 +139,12 @@ class FP8LinearMixin(nn.Module):
         if torch.compiler.is_compiling() or (mode is None and not caches_weights(self)):
             return None
         kept, gathers = self._weight_cache, getattr(plan.weight, "gather", False)
-        if mode == "refresh" or kept is None or not kept.holds(self.weight_parts(), plan.weight_spec):
+        specs = plan.weight_spec, plan.weight_spec_t
+        if mode == "refresh" or kept is None or not kept.holds(self.weight_parts(), specs):
             # Also under inference_mode: the next micro-batch may train.
             with torch.inference_mode(False), torch.no_grad():
                 operand = quantize_weight(weight, plan, True, True)
-            kept = self._weight_cache = KeptWeight(self.weight_parts(), plan.weight_spec, operand, gathers)
+            kept = self._weight_cache = KeptWeight(self.weight_parts(), specs, operand, gathers)
         elif gathers and not kept.gathered:
             # Made by a call that gathers nothing, as those without gradients.
             self.delayed_state.weight.gather(amax(weight.detach()))
@@ -246,6 +248,11 @@ def quantize_parameter(module: FP8LinearMixin) -> None:
     spec = mode.recipe.weight_spec
     if spec is None:
         return
+    if spec.rounding != "nearest":
+        raise ValueError(
+            f"the recipe rounds weights {spec.rounding!r}, and a weight that exists in FP8 alone is rounded once, to"
+            " nearest: give octavo.quantized_init another recipe, or keep the weight in high precision"
+        )
     high = module.weight.detach()
     codes = quantize(
         high,
@@ -282,21 +289,21 @@ class KeptWeight:
 
     Args:
         parts: the parameters that make up the weight.
-        spec: of the codes.
+        specs: of the codes, row-wise and column-wise.
         operand: the codes.
         gathered: their amax has been gathered.
     """
 
-    def __init__(self, parts: list[Tensor], spec: QuantizeSpec, operand: Operand, gathered: bool) -> None:
+    def __init__(self, parts: list[Tensor], specs: Specs, operand: Operand, gathered: bool) -> None:
         self.operand, self.gathered = operand, gathered
-        self._parts, self._contents, self._spec = [weakref.ref(part) for part in parts], _contents(parts), spec
+        self._parts, self._contents, self._specs = [weakref.ref(part) for part in parts], _contents(parts), specs
 
-    def holds(self, parts: list[Tensor], spec: QuantizeSpec) -> bool:
+    def holds(self, parts: list[Tensor], specs: Specs) -> bool:
         """True if these parts are the same tensors with the same values. (Of inference_mode's nobody can know.)"""
         return (
             len(parts) == len(self._parts)
             and all(kept() is part and not part.is_inference() for kept, part in zip(self._parts, parts, strict=True))
-            and self._spec == spec
+            and self._specs == specs
             and self._contents == _contents(parts)
         )
 

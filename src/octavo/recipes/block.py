@@ -51,4 +51,5 @@ class BlockScaling(Recipe):
             granularity=BLOCK_128X128 if operand == "weight" else BLOCK_1X128,
             power_of_two=self.power_of_two_scales,
             inf_to_nan=operand == "grad_output",
+            rounding=self.rounding(operand),
         )

@@ -38,4 +38,5 @@ class CurrentScaling(Recipe):
             power_of_two=self.power_of_two_scales,
             epsilon=self.amax_epsilon,
             inf_to_nan=operand == "grad_output",
+            rounding=self.rounding(operand),
         )

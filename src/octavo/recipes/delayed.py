@@ -63,7 +63,10 @@ class DelayedScaling(Recipe):
         if gemm != "fprop" and self.backward == "high_precision":
             return None
         return QuantizeSpec(
-            format=format_for(self.format, operand), scaling="delayed", inf_to_nan=operand == "grad_output"
+            format=format_for(self.format, operand),
+            scaling="delayed",
+            inf_to_nan=operand == "grad_output",
+            rounding=self.rounding(operand),
         )
 
     def histories(self) -> DelayedUpdate:

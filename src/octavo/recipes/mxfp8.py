@@ -57,4 +57,5 @@ class MXFP8Scaling(Recipe):
             power_of_two=True,
             scale_rounding=self.scale_rounding,
             inf_to_nan=operand == "grad_output",
+            rounding=self.rounding(operand),
         )

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
-from octavo.formats import E4M3, E5M2, Format, format_given
+from octavo.formats import E4M3, E5M2, Format, Rounding, format_given
 from octavo.kernels import Accumulation
 from octavo.tensor import QuantizeSpec
 
@@ -65,8 +65,10 @@ class LinearSpecs(NamedTuple):
     """What a recipe says of the three products of a Linear.
 
     Attributes:
-        input, weight, grad_output: the operands' specs.
+        input, weight, grad_output: the operands' specs as they enter the first of their two products, by rows.
         dgrad_fp8, wgrad_fp8: False runs that product in high precision.
+        input_t, weight_t, grad_output_t: their specs as they enter the other one, transposed: input and grad_output
+            wgrad, weight dgrad. The same object where there is one spec for both.
     """
 
     input: QuantizeSpec
@@ -74,6 +76,9 @@ class LinearSpecs(NamedTuple):
     grad_output: QuantizeSpec
     dgrad_fp8: bool
     wgrad_fp8: bool
+    input_t: QuantizeSpec
+    weight_t: QuantizeSpec
+    grad_output_t: QuantizeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +95,8 @@ class Recipe(ABC):
         saved_weight: what a layer keeps of its weight for an FP8 dgrad. "fp8": its codes, one byte a parameter.
             "high_precision": nothing but the weight, which is there anyway, cast again in the backward to the same
             codes.
+        grad_output_rounding: of the codes of gradients. "nearest"; or "stochastic", by chance and unbiased, decided by
+            torch's seed; see `octavo.kernels.stochastic_cast` for what it costs.
         overrides: regular expressions on layer names, and the recipe of the layers they match (first match wins), None
             for high precision. Given as a mapping or as pairs; kept as pairs.
     """
@@ -98,6 +105,7 @@ class Recipe(ABC):
     backward: Literal["fp8", "high_precision"] = "fp8"
     saved_input: Literal["fp8", "high_precision"] = "fp8"
     saved_weight: Literal["fp8", "high_precision"] = "fp8"
+    grad_output_rounding: Rounding = "nearest"
     overrides: Any = ()
 
     # Of each instance, set by `complete`: every call of every layer asks for them.
@@ -108,6 +116,10 @@ class Recipe(ABC):
         for name in ("backward", "saved_input", "saved_weight"):
             if getattr(self, name) not in ("fp8", "high_precision"):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: expected 'fp8' or 'high_precision'")
+        if self.grad_output_rounding not in ("nearest", "stochastic"):
+            raise ValueError(
+                f"grad_output_rounding is {self.grad_output_rounding!r}: expected 'nearest' or 'stochastic'"
+            )
         for one in fields(self):
             if isinstance(one.default, bool) and not isinstance(getattr(self, one.name), bool):
                 raise ValueError(f"{one.name} is {getattr(self, one.name)!r}: expected True or False")
@@ -134,14 +146,25 @@ class Recipe(ABC):
                 "saved_weight='high_precision' says what an FP8 dgrad takes its weight from, but this recipe has no FP8"
                 " dgrad: no codes of the weight are kept anyway, so leave saved_weight out"
             )
+        if dgrad is wgrad is None and self.grad_output_rounding == "stochastic":
+            raise ValueError(
+                "grad_output_rounding='stochastic' rounds what the FP8 products of the backward take, but this recipe"
+                " has none: leave grad_output_rounding out"
+            )
         # A gradient that no FP8 product takes still needs a spec to stand there; it is never used.
-        specs = LinearSpecs(x, w, dgrad or wgrad or x, dgrad is not None, wgrad is not None)
+        dy = dgrad or wgrad or x
+        x_t, w_t, dy_t = self.spec("wgrad", "input") or x, self.spec("dgrad", "weight") or w, wgrad or dy
+        specs = LinearSpecs(x, w, dy, dgrad is not None, wgrad is not None, *_same(((x, x_t), (w, w_t), (dy, dy_t))))
         object.__setattr__(self, "linear", specs)
         object.__setattr__(self, "delayed", self.histories())
 
     @abstractmethod
     def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:
         """How `operand` enters `gemm`; None if that product runs in high precision."""
+
+    def rounding(self, operand: OperandName) -> Rounding:
+        """How codes of `operand` are rounded: `grad_output_rounding` of a gradient, else to nearest."""
+        return self.grad_output_rounding if operand == "grad_output" else "nearest"
 
     def histories(self) -> DelayedUpdate | None:
         """How amax histories are updated; None for a recipe without them."""
@@ -220,6 +243,11 @@ def keep_format(recipe: Any) -> None:
                 f"format {format_for(kept, operand)} holds no operand of a product: use E4M3, E5M2 or HYBRID"
             )
     object.__setattr__(recipe, "format", kept)
+
+
+def _same(pairs: tuple[tuple[QuantizeSpec, QuantizeSpec], ...]) -> list[QuantizeSpec]:
+    """The second of each pair; where the two are equal, the first itself."""
+    return [one if other == one else other for one, other in pairs]
 
 
 def all_precise() -> Accumulate:

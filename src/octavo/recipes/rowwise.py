@@ -42,4 +42,5 @@ class RowwiseScaling(Recipe):
             granularity=ROW,
             power_of_two=self.power_of_two_scales,
             inf_to_nan=operand == "grad_output",
+            rounding=self.rounding(operand),
         )

@@ -45,4 +45,5 @@ class StaticScaling(Recipe):
             scaling="current" if scale is None else "static",
             static_scale=scale,
             inf_to_nan=operand == "grad_output",
+            rounding=self.rounding(operand),
         )

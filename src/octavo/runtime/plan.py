@@ -17,9 +17,12 @@ from octavo.tensor import (
     CurrentQuantizer,
     DelayedQuantizer,
     OperandState,
+    PairedQuantizer,
     Quantizer,
     QuantizeSpec,
+    StatelessQuantizer,
     StaticQuantizer,
+    StochasticQuantizer,
 )
 
 Observer = Callable[[OperandName, Quantizer], Quantizer]
@@ -33,7 +36,8 @@ class LinearPlan(NamedTuple):
         accumulate: how each product sums.
         dgrad_fp8, wgrad_fp8: False runs that product in the dtype of the forward.
         keeps_input: the input is kept for wgrad and cast again; False keeps its codes, as a watched layer always does.
-        weight_spec: what the weight's codes are, to tell whether a cached weight still fits.
+        weight_spec, weight_spec_t: what the weight's codes are, row-wise and column-wise, to tell whether a cached
+            weight still fits.
         owner: stands for the layer: its state of gradients, which is never shared and, unlike the layer's whole state,
             does not lead back to the plan. States must go with their model, not with the next garbage collection.
         name, counter: for `count_gemms`.
@@ -49,6 +53,7 @@ class LinearPlan(NamedTuple):
     wgrad_fp8: bool
     keeps_input: bool
     weight_spec: QuantizeSpec
+    weight_spec_t: QuantizeSpec
     owner: OperandState
     name: str
     counter: GemmCount | None
@@ -78,28 +83,25 @@ def _planned(
 ) -> LinearPlan:
     assert call.recipe is not None, "a layer in high precision needs no plan"
     specs = call.recipe.linear
-    delayed = call.recipe.delayed is not None
-    input_quantizer: Quantizer
-    weight_quantizer: Quantizer
-    grad_quantizer: Quantizer
-    if delayed:
-        from_x, from_w, from_dy = call.from_data
-        used, repeats = call.used, call.repeats
-        note_x, note_w = (None, None) if used is None else (used.input, used.weight)
-        # A measured scale is measured again: a layer remembers its last call, and each measured one of its own.
-        fixed_x = None if repeats is None or from_x else repeats.input.scale
-        fixed_w = None if repeats is None or from_w else repeats.weight.scale
-        input_quantizer = DelayedQuantizer(
-            specs.input, state.input, gather=call.gather, from_data=from_x, scale=fixed_x, used=note_x
-        )
-        weight_quantizer = DelayedQuantizer(
-            specs.weight, state.weight, gather=call.gather, from_data=from_w, scale=fixed_w, used=note_w
-        )
-        grad_quantizer = DelayedQuantizer(specs.grad_output, state.grad_output, gather=True, from_data=from_dy)
-    else:
-        input_quantizer = _stateless(specs.input)
-        weight_quantizer = _stateless(specs.weight)
-        grad_quantizer = _stateless(specs.grad_output)
+    # Of an operand without history; None of one that has one.
+    input_made = _stateless(specs.input, specs.input_t)
+    weight_made = _stateless(specs.weight, specs.weight_t)
+    grad_made = _stateless(specs.grad_output, specs.grad_output_t)
+    from_x, from_w, from_dy = call.from_data
+    used, repeats = call.used, call.repeats
+    note_x, note_w = (None, None) if used is None else (used.input, used.weight)
+    # A measured scale is measured again: a layer remembers its last call, and each measured one of its own.
+    fixed_x = None if repeats is None or from_x else repeats.input.scale
+    fixed_w = None if repeats is None or from_w else repeats.weight.scale
+    input_quantizer: Quantizer = input_made or DelayedQuantizer(
+        specs.input, state.input, gather=call.gather, from_data=from_x, scale=fixed_x, used=note_x
+    )
+    weight_quantizer: Quantizer = weight_made or DelayedQuantizer(
+        specs.weight, state.weight, gather=call.gather, from_data=from_w, scale=fixed_w, used=note_w
+    )
+    grad_quantizer: Quantizer = grad_made or DelayedQuantizer(
+        specs.grad_output, state.grad_output, gather=True, from_data=from_dy
+    )
     if observer is not None:
         input_quantizer = observer("input", input_quantizer)
         weight_quantizer = observer("weight", weight_quantizer)
@@ -114,6 +116,7 @@ def _planned(
         # Whoever wraps a quantizer is told of each cast once.
         specs.wgrad_fp8 and call.recipe.saved_input == "high_precision" and observer is None,
         specs.weight,
+        specs.weight_t,
         state.grad_output,
         name,
         counter,
@@ -122,7 +125,16 @@ def _planned(
     )
 
 
-def _stateless(spec: QuantizeSpec) -> Quantizer:
+def _stateless(spec: QuantizeSpec, transposed: QuantizeSpec) -> Quantizer | None:
+    """What makes an operand, whose transposed layout may have a spec of its own; None if it has a history."""
+    if spec.scaling == "delayed":
+        return None
+    return _of_one_spec(spec) if transposed is spec else PairedQuantizer(_of_one_spec(spec), _of_one_spec(transposed))
+
+
+def _of_one_spec(spec: QuantizeSpec) -> StatelessQuantizer:
+    if spec.rounding == "stochastic":
+        return StochasticQuantizer(spec)
     if spec.granularity in PRODUCT_BLOCKS:
         return BlockQuantizer(spec)
     return StaticQuantizer(spec) if spec.scaling == "static" else CurrentQuantizer(spec)

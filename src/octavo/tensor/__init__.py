@@ -11,9 +11,19 @@ from octavo.tensor.operand_state import (
     is_captured,
     stays_in_place,
 )
+from octavo.tensor.paired_quantizer import PairedQuantizer
 from octavo.tensor.quantize import cast_to_representable, quantize
 from octavo.tensor.quantized_tensor import QuantizedTensor
-from octavo.tensor.quantizer import CurrentQuantizer, DelayedQuantizer, Operand, Quantizer, StaticQuantizer, UsedScale
+from octavo.tensor.quantizer import (
+    CurrentQuantizer,
+    DelayedQuantizer,
+    Operand,
+    Quantizer,
+    StatelessQuantizer,
+    StaticQuantizer,
+    StochasticQuantizer,
+    UsedScale,
+)
 from octavo.tensor.spec import QuantizeSpec, checked_scale
 from octavo.tensor.weight_operand import operand_of
 
@@ -23,11 +33,14 @@ __all__ = [
     "DelayedQuantizer",
     "Operand",
     "OperandState",
+    "PairedQuantizer",
     "QuantizeSpec",
     "QuantizedTensor",
     "Quantizer",
+    "StatelessQuantizer",
     "StaticQuantizer",
     "StepRule",
+    "StochasticQuantizer",
     "UsedScale",
     "cast_to_representable",
     "checked_scale",

@@ -13,7 +13,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from octavo.kernels import CastOutput, ScaleRule, amax_by_row_and_column, cast_transpose, partial_amax
+from octavo.kernels import (
+    CastOutput,
+    ScaleRule,
+    amax,
+    amax_by_row_and_column,
+    cast_transpose,
+    partial_amax,
+    stochastic_cast,
+)
 from octavo.scaling import TENSOR
 from octavo.tensor import operand_state
 from octavo.tensor.operand_state import OperandState
@@ -155,13 +163,22 @@ class DelayedQuantizer:
         self.fixed = scale
         self.used = used
         self._format_max = spec.format.max
+        self._stochastic = spec.rounding == "stochastic"
 
     def origin(self) -> tuple[object, ...] | None:
         """As `StatelessQuantizer.origin`; the amax has been gathered in the same state, if it is."""
         if not self.state.shared:
             return None
         scale = self.state.scale if self.fixed is None else self.fixed
-        return self.spec.format, self.spec.inf_to_nan, self.state, scale, self.gather, self.from_data
+        return (
+            self.spec.format,
+            self.spec.inf_to_nan,
+            self.spec.rounding,
+            self.state,
+            scale,
+            self.gather,
+            self.from_data,
+        )
 
     def note(self, operand: Operand) -> None:
         """As `StatelessQuantizer.note`; its scale is noted."""
@@ -180,16 +197,19 @@ class DelayedQuantizer:
             # An update will write to it, and a backward may want it after that.
             scale = scale.clone()
         source = partial_amax(x) if measured else scale
-        operand = cast_transpose(
-            x,
-            spec.format,
-            source if rowwise else None,
-            source if columnwise else None,
-            rule=MEASURED if measured else None,
-            gathered=state.gathered if self.gather else None,
-            inf_to_nan=spec.inf_to_nan,
-            column_sum=column_sum,
-        )
+        if self._stochastic:
+            operand = self._rounded_by_chance(x, None if measured else scale, rowwise, columnwise, column_sum)
+        else:
+            operand = cast_transpose(
+                x,
+                spec.format,
+                source if rowwise else None,
+                source if columnwise else None,
+                rule=MEASURED if measured else None,
+                gathered=state.gathered if self.gather else None,
+                inf_to_nan=spec.inf_to_nan,
+                column_sum=column_sum,
+            )
         given_out = operand.scale if rowwise else operand.scale_t
         # A cast into a CUDA graph gives out a scale of its own; whether this was one is asked only then.
         if given_out is not source and not torch.compiler.is_compiling() and operand_state.is_captured(x):
@@ -204,6 +224,24 @@ class DelayedQuantizer:
             return _cast_with(self.spec, x, _not_before(partial_amax(x), after), MEASURED)
         return _cast_with(self.spec, x, _not_before(scale, after))
 
+    def _rounded_by_chance(
+        self, x: Tensor, scale: Tensor | None, rowwise: bool, columnwise: bool, column_sum: bool
+    ) -> Operand:
+        """The cast that rounds stochastically, under `scale` or a measured one."""
+        if self.gather:
+            self.state.gather(amax(x))
+        return stochastic_cast(
+            x,
+            self.spec.format,
+            TENSOR,
+            rule=MEASURED if scale is None else None,
+            scale=scale,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            inf_to_nan=self.spec.inf_to_nan,
+            column_sum=column_sum,
+        )
+
     def _note_capture(self, measured: bool) -> None:
         """What a graph reads stays where it is; a graph that measures a scale will always measure it."""
         self.state.captured = True
@@ -213,6 +251,34 @@ class DelayedQuantizer:
                 " measure it anew, at the price of current scaling. Run a step, its update included, and then capture",
                 stacklevel=2,
             )
+
+
+class StochasticQuantizer(StatelessQuantizer):
+    """Codes rounded by chance, of any granularity, under measured scales or a given one.
+
+    Price: see `octavo.kernels.stochastic_cast`; and no cast of this one is fused with what comes before it.
+    """
+
+    def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
+        """Codes of x [M, K]; each call draws anew."""
+        spec, scale = self.spec, None
+        if spec.static_scale is not None:
+            scale = torch.full((), spec.static_scale, dtype=torch.float32, device=x.device)
+        return stochastic_cast(
+            x,
+            spec.format,
+            spec.granularity,
+            rule=spec.rule if scale is None else None,
+            scale=scale,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            inf_to_nan=spec.inf_to_nan,
+            column_sum=column_sum,
+        )
+
+    def again(self, x: Tensor, scale: Tensor, after: Tensor) -> Operand:
+        """Not to be had: a recipe that rounds stochastically has its codes kept."""
+        raise RuntimeError("codes that were rounded stochastically cannot be made again: keep them")
 
 
 class StaticQuantizer(StatelessQuantizer):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, Literal
 
 import torch
 
-from octavo.formats import Format, format_given
+from octavo.formats import Format, Rounding, format_given
 from octavo.kernels import ScaleRule
-from octavo.scaling import MX, TENSOR, Granularity, ScaleRounding
+from octavo.scaling import MX, TENSOR, Granularity, ScaleRounding, granularity_named
 from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
 
 Scaling = Literal["current", "delayed", "static"]
@@ -18,12 +18,13 @@ Scaling = Literal["current", "delayed", "static"]
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeSpec:
-    """Format, granularity and scale rule of an operand.
+    """Format, granularity, scale rule and rounding of an operand.
 
     Attributes:
         format: of the codes; a dtype or a name becomes the format.
         granularity: of their scale, along the rows of the operand as it enters the product (K-major). For the other
-            layout, the transposed matrix, it holds along that matrix's rows: two sets of codes where they differ.
+            layout, the transposed matrix, it holds along that matrix's rows: two sets of codes where they differ. As
+            of `octavo.quantize`, a name or an extent will do.
         scaling: "current" measures the amax now; "delayed" takes the scale from the owner's state; "static" from
             `static_scale`.
         power_of_two: multipliers are rounded down to a power of two (current scaling).
@@ -31,6 +32,7 @@ class QuantizeSpec:
         epsilon: amaxes below it count as it (current scaling; not of MX).
         inf_to_nan: ±inf becomes NaN instead of ±M: for gradients.
         static_scale: the scale, value = code * scale, of static scaling.
+        rounding: "nearest", or "stochastic": by chance, unbiased, and slower, see `octavo.kernels.stochastic_cast`.
     """
 
     format: Format
@@ -41,6 +43,7 @@ class QuantizeSpec:
     epsilon: float = 0.0
     inf_to_nan: bool = False
     static_scale: float | None = None
+    rounding: Rounding = "nearest"
 
     @property
     def rule(self) -> ScaleRule:
@@ -50,11 +53,9 @@ class QuantizeSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", format_given(self.format))
+        object.__setattr__(self, "granularity", granularity_named(self.granularity))
+        self._check_rule()
         object.__setattr__(self, "_rule", ScaleRule(float(self.epsilon).hex(), self.power_of_two, self.scale_rounding))
-        if self.scaling not in ("current", "delayed", "static"):
-            raise ValueError(f"scaling is {self.scaling!r}: expected 'current', 'delayed' or 'static'")
-        if self.epsilon < 0:
-            raise ValueError(f"epsilon is {self.epsilon}: it must be 0 or positive")
         if self.scaling != "current" and self.granularity is not TENSOR:
             raise ValueError(
                 f"{self.scaling} scaling keeps one scale a tensor, found granularity {self.granularity}:"
@@ -67,6 +68,29 @@ class QuantizeSpec:
             )
         if self.static_scale is not None:
             object.__setattr__(self, "static_scale", checked_scale("static_scale", self.static_scale))
+
+    def _check_rule(self) -> None:
+        """Raise ValueError if the rule of the scale, or the rounding, is none."""
+        if self.scaling not in ("current", "delayed", "static"):
+            raise ValueError(f"scaling is {self.scaling!r}: expected 'current', 'delayed' or 'static'")
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(f"rounding is {self.rounding!r}: expected 'nearest' or 'stochastic'")
+        for name in ("power_of_two", "inf_to_nan"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: expected True or False")
+        if type(self.epsilon) not in (int, float) or not 0 <= self.epsilon < float("inf"):
+            raise ValueError(f"epsilon is {self.epsilon!r}: it must be 0 or positive, and finite")
+        if self.scaling != "current" and (self.power_of_two or self.epsilon):
+            named = "power_of_two" if self.power_of_two else "epsilon"
+            raise ValueError(
+                f"{named} is {getattr(self, named)}, which says how a measured scale is made, and scaling is"
+                f" {self.scaling!r}: leave it out, or use scaling='current'"
+            )
+
+    def __repr__(self) -> str:
+        """What differs from the defaults."""
+        shown = [(one.name, getattr(self, one.name)) for one in fields(self) if getattr(self, one.name) != one.default]
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown)})"
 
     def _check_mx(self) -> None:
         """Raise ValueError if something is said of MX scales that is not so."""

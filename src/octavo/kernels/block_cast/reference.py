@@ -6,8 +6,9 @@ import math
 
 from torch import Tensor
 
-from octavo.formats import Format, cast_float32
+from octavo.formats import Format
 from octavo.kernels.block_cast.layout import lay_out
+from octavo.kernels.cast_transpose.reference import rounded
 from octavo.kernels.cast_transpose.rule import ScaleRule
 from octavo.scaling import (
     MX,
@@ -30,8 +31,12 @@ def block_cast_reference(
     columnwise: bool = True,
     inf_to_nan: bool = False,
     column_sum: bool = False,
+    uniform: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """As `octavo.kernels.block_cast.block_cast`; any device."""
+    """As `octavo.kernels.block_cast.block_cast`; any device.
+
+    uniform: [M, K], rounds stochastically, see `octavo.formats.round_stochastically`; both layouts by the same numbers.
+    """
     # 1. float32, and its sums.  [M, K] -> [K]
     x32 = x.float()
     sums = x32.sum(0) if column_sum else None
@@ -39,18 +44,21 @@ def block_cast_reference(
     if inf_to_nan:
         x32 = x32.nan_to_num(nan=math.nan, posinf=math.nan, neginf=math.nan)
     # 3. The matrix, and the transposed one, by blocks of its own rows: for 128x128 these are the same blocks.
-    codes, scale = _one_layout(x32, format, granularity, rule) if rowwise else (None, None)
-    codes_t, scale_t = _one_layout(x32.t(), format, granularity, rule) if columnwise else (None, None)
+    codes, scale = _one_layout(x32, format, granularity, rule, uniform) if rowwise else (None, None)
+    uniform_t = None if uniform is None else uniform.t()
+    codes_t, scale_t = _one_layout(x32.t(), format, granularity, rule, uniform_t) if columnwise else (None, None)
     return codes, scale, codes_t, scale_t, sums
 
 
-def _one_layout(x: Tensor, format: Format, granularity: Granularity, rule: ScaleRule) -> tuple[Tensor, Tensor]:
+def _one_layout(
+    x: Tensor, format: Format, granularity: Granularity, rule: ScaleRule, uniform: Tensor | None
+) -> tuple[Tensor, Tensor]:
     # 1. amax of each block, finite values only.  [M, K] -> [M or M / 128, K / 128 or / 32]
     amax = block_amax(x, granularity)
     # 2. Multiplier and scale, by the rule.
     multiplier, scale = _multiplier_and_scale(amax, format, granularity, rule)
     # 3. Codes.  [M, K]
-    codes = cast_float32(x * expand_scale(multiplier, granularity, (x.shape[0], x.shape[1])), format)
+    codes = rounded(x * expand_scale(multiplier, granularity, (x.shape[0], x.shape[1])), format, uniform)
     # 4. As the product reads them.
     return lay_out(codes.contiguous(), scale, granularity)
 

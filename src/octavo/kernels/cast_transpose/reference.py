@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from octavo.formats import Format, cast_float32
+from octavo.formats import Format, cast_float32, round_stochastically
 from octavo.kernels.amax.reference import amax_reference
 from octavo.kernels.cast_transpose.rule import ScaleRule
 from octavo.kernels.layout import pad_matrix, pad_row_scale
@@ -25,8 +25,12 @@ def cast_transpose_reference(
     gathered: Tensor | None = None,
     inf_to_nan: bool = False,
     column_sum: bool = False,
+    uniform: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """As `octavo.kernels.cast_transpose.cast_transpose`; any device."""
+    """As `octavo.kernels.cast_transpose.cast_transpose`; any device.
+
+    uniform: [M, K], rounds stochastically, see `octavo.formats.round_stochastically`; both layouts by the same numbers.
+    """
     # 1. The amax of what came in joins the gathered one.  [M, K] -> []
     if gathered is not None:
         gathered.copy_(torch.maximum(gathered, amax_reference(x, TENSOR)))
@@ -40,13 +44,13 @@ def cast_transpose_reference(
     if rowwise is not None:
         multiplier, scale = multiplier_and_scale(rowwise, format, rule)
         # What need not be padded has the strides of x until here.
-        codes = pad_matrix(cast_float32(x32 * multiplier, format).view(_BITS)).contiguous().view(format.dtype)
+        codes = pad_matrix(rounded(x32 * multiplier, format, uniform).view(_BITS)).contiguous().view(format.dtype)
     # 4. The other layout: the same codes, or, with scales of its own, codes of its own.  [M, K] -> [K', M']
     if columnwise is rowwise and codes is not None:
         codes_t, scale_t = codes.t().clone(memory_format=torch.contiguous_format), scale
     elif columnwise is not None:
         multiplier, scale_t = multiplier_and_scale(columnwise, format, rule)
-        transposed = cast_float32((x32 * multiplier).t().contiguous(), format)
+        transposed = rounded((x32 * multiplier).t().contiguous(), format, None if uniform is None else uniform.t())
         codes_t = pad_matrix(transposed.view(_BITS)).view(format.dtype)
         scale_t = scale_t if scale_t.dim() == 0 else scale_t.reshape(-1, 1)
     # 5. Codes of one layout never share memory with x or with the other; scales are filled up as codes are.
@@ -57,6 +61,11 @@ def cast_transpose_reference(
         None if scale_t is None else pad_row_scale(scale_t),
         sums,
     )
+
+
+def rounded(x: Tensor, format: Format, uniform: Tensor | None) -> Tensor:
+    """Codes of a float32 x: to nearest, or stochastically by `uniform`."""
+    return cast_float32(x if uniform is None else round_stochastically(x, format, uniform), format)
 
 
 def multiplier_and_scale(given: Tensor, format: Format, rule: ScaleRule | None) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ def scaled_mm(
         a: codes [M, K], contiguous.
         b: codes [N, K], contiguous.
         scale_a: float32, [] or [M, 1], or by block [K / 128, M]; or E8M0 of MX blocks, [K / 32, M].
-        scale_b: float32, [] or [N, 1]; of the same granularity as scale_a. To blocks of scale_a belong [K / 128, N], or
+        scale_b: float32, [] or [N, 1], whichever scale_a is. To blocks of scale_a belong [K / 128, N], or
             for blocks of 128x128 [ceil(N / 128), K / 128 rounded up to a multiple of 4]; to MX blocks [K / 32, N].
         bias: [N], added in float32 before the output is rounded.
         out_dtype: float32, bfloat16 or float16.
@@ -105,7 +105,7 @@ def _launch(
                 scale_a = scale_a.clone()
             if scale_b.data_ptr() % SCALE_ALIGNMENT:
                 scale_b = scale_b.clone()
-            if bias is None and scale_b.dim() == 0:
+            if bias is None and scale_a.dim() == scale_b.dim() == 0:
                 # What `scaled_mm_native` would do, of the commonest products without another call.
                 return torch._scaled_mm(a, b.t(), scale_a, scale_b, None, None, out_dtype, accumulate == "fast")
             return scaled_mm_native(a, b, scale_a, scale_b, bias, out_dtype, accumulate)

@@ -65,6 +65,11 @@ def shape_reasons(a: Tensor, b: Tensor) -> list[str]:
     return reasons
 
 
+def _by_row(scale: Tensor, codes: Tensor) -> Tensor:
+    """[M, 1] of codes [M, K] whose scale is [] or [M, 1]."""
+    return scale if scale.dim() else scale.expand(codes.shape[0], 1).contiguous()
+
+
 def scaled_mm_native(
     a: Tensor,
     b: Tensor,
@@ -76,6 +81,9 @@ def scaled_mm_native(
 ) -> Tensor:
     """As `octavo.kernels.scaled_mm.scaled_mm`, for operands without `unsupported_reasons` and with aligned scales."""
     fast = accumulate == "fast"
+    if scale_a.dim() != scale_b.dim():
+        # cuBLASLt takes one scale of both operands, or one a row of both.
+        scale_a, scale_b = _by_row(scale_a, a), _by_row(scale_b, b)
     if scale_b.dim() == 0:
         if bias is None:
             return torch._scaled_mm(a, b.t(), scale_a, scale_b, None, None, out_dtype, fast)

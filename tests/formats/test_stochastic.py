@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.formats.edge_values import finite_grid, special_float32
 
-from octavo.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format, cast, decode
+from octavo.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format, cast, decode, round_stochastically
 
 SIGNED = (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)
 
@@ -94,3 +94,23 @@ def test_between_the_largest_value_and_the_next_there_is_a_choice_too(saturate: 
 def test_float64_is_rounded_by_its_own_distance() -> None:
     x = torch.full((2000,), 1 + 2.0**-30, dtype=torch.float64)
     assert set(stochastic(x, E4M3).tolist()) <= {1.0, 1.125}
+
+
+@pytest.mark.parametrize("format", SIGNED, ids=repr)
+def test_the_numbers_decide_exactly(format: Format) -> None:
+    # The values of the format, and what lies a quarter of a step above, by the least and the largest numbers there are.
+    grid = finite_grid(format).float()
+    steps = torch.diff(grid.double(), append=grid[-1:].double())
+    between = (grid.double() + steps / 4)[:-1].float()
+    for sign in (1, -1):
+        for u in (0.0, 2.0**-53, 0.5, 1 - 2.0**-53):
+            uniform = torch.full(grid.shape, u, dtype=torch.float64)
+            assert torch.equal(round_stochastically(sign * grid, format, uniform), sign * grid)
+            expected = torch.where(uniform[:-1] < 0.25, grid[1:], grid[:-1])
+            assert torch.equal(round_stochastically(sign * between, format, uniform[:-1]), sign * expected)
+    # Up if and only if u lies below the share of the step, however small that is.
+    tiny = torch.tensor([format.min_subnormal * 2.0**-40, format.min_subnormal * (1 - 2.0**-24)])
+    low = torch.tensor([2.0**-41, 1 - 2.0**-24 - 2.0**-50], dtype=torch.float64)
+    assert torch.equal(round_stochastically(tiny, format, low), torch.full((2,), format.min_subnormal))
+    high = torch.tensor([2.0**-40, 1 - 2.0**-24], dtype=torch.float64)
+    assert torch.equal(round_stochastically(tiny, format, high), torch.zeros(2))

@@ -20,13 +20,16 @@ from octavo.recipes import (
     Accumulate,
     BlockScaling,
     CurrentScaling,
+    CustomRecipe,
     DelayedScaling,
     FormatPair,
     MXFP8Scaling,
+    QuantizeSpec,
     Recipe,
     RowwiseScaling,
     StaticScaling,
 )
+from octavo.runtime import Call, LayerState, plan_linear
 
 LINEAR = importlib.import_module("octavo.functional.linear")  # a function of that name hides it
 SCALED_MM = LINEAR.scaled_mm
@@ -36,39 +39,89 @@ KINDS: list[type[Recipe]] = [
     for kind in vars(recipes).values()
     if inspect.isclass(kind) and issubclass(kind, Recipe) and not inspect.isabstract(kind)
 ]
+# All but the one whose specs name theirs.
+WITH_FORMAT = [kind for kind in KINDS if kind is not CustomRecipe]
+X, DY = QuantizeSpec(format=octavo.E4M3), QuantizeSpec(format=octavo.E5M2, inf_to_nan=True)
+WITH_DELAY = QuantizeSpec(format=octavo.E4M3, scaling="delayed")
 # What a recipe cannot be built without.
-NEEDED: dict[type[Recipe], dict[str, Any]] = {StaticScaling: {"input_scale": 0.05, "weight_scale": 0.01}}
+NEEDED: dict[type[Recipe], dict[str, Any]] = {
+    StaticScaling: {"input_scale": 0.05, "weight_scale": 0.01},
+    CustomRecipe: {
+        "fprop_input": X,
+        "fprop_weight": X,
+        "dgrad_grad_output": DY,
+        "dgrad_weight": X,
+        "wgrad_grad_output": DY,
+        "wgrad_input": X,
+    },
+}
+# Whose inputs have histories, for the fields that say how these are updated.
+DELAYED_INPUT = {**NEEDED[CustomRecipe], "fprop_input": WITH_DELAY, "wgrad_input": WITH_DELAY}
+OF_HISTORIES = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax", "initialise_from_first_batch")
 
-CHANGED: dict[type[Recipe], dict[str, Any]] = {
+Y, DX, DW, SUMS, KEPT = "output", "input's gradient", "weight's gradient", "how products sum", "bytes kept"
+ALL_BITS = {Y, DX, DW}
+
+# Another value of each field, and what is seen of it: these and no others differ.
+CHANGED: dict[type[Recipe], dict[str, tuple[Any, set[str]]]] = {
     Recipe: {
-        "accumulate": Accumulate(fprop="precise"),
-        "backward": "high_precision",
-        "saved_input": "high_precision",
-        "saved_weight": "high_precision",
-        "overrides": {"^layer$": None},
+        "accumulate": (Accumulate(fprop="precise"), {SUMS}),
+        "backward": ("high_precision", {DX, DW, SUMS, KEPT}),
+        "saved_input": ("high_precision", {KEPT}),
+        "saved_weight": ("high_precision", {KEPT}),
+        "grad_output_rounding": ("stochastic", {DX, DW}),
+        "overrides": ({"^layer$": None}, {Y, DX, DW, SUMS, KEPT}),
     },
     DelayedScaling: {
-        "format": octavo.E4M3,
-        "margin": 2,
-        "amax_history_len": 2,
-        "amax_compute_algo": "most_recent",
-        "reduce_amax": False,
-        "initialise_from_first_batch": True,
+        "format": (octavo.E4M3, {DX, DW}),
+        # A factor of two is seen in what saturates, the input.
+        "margin": (2, {Y, DW}),
+        "amax_history_len": (2, ALL_BITS),
+        "amax_compute_algo": ("most_recent", ALL_BITS),
+        "reduce_amax": (False, {Y, DW}),
+        "initialise_from_first_batch": (True, ALL_BITS),
     },
-    CurrentScaling: {"format": octavo.E4M3, "power_of_two_scales": True, "amax_epsilon": 1e3},
-    BlockScaling: {"format": octavo.HYBRID, "power_of_two_scales": False},
-    MXFP8Scaling: {"format": octavo.HYBRID, "scale_rounding": "floor"},
-    RowwiseScaling: {"format": octavo.HYBRID, "power_of_two_scales": False, "high_precision_wgrad": True},
-    StaticScaling: {"format": octavo.E4M3, "input_scale": 0.4, "weight_scale": None, "grad_output_scale": 4.0},
+    CurrentScaling: {
+        "format": (octavo.E4M3, {DX, DW}),
+        "power_of_two_scales": (True, ALL_BITS),
+        "amax_epsilon": (1e3, ALL_BITS),
+    },
+    BlockScaling: {"format": (octavo.HYBRID, {DX, DW}), "power_of_two_scales": (False, ALL_BITS)},
+    MXFP8Scaling: {"format": (octavo.HYBRID, {DX, DW}), "scale_rounding": ("floor", ALL_BITS)},
+    RowwiseScaling: {
+        "format": (octavo.HYBRID, {DX, DW}),
+        "power_of_two_scales": (False, ALL_BITS),
+        "high_precision_wgrad": (True, {DW, SUMS, KEPT}),
+    },
+    StaticScaling: {
+        "format": (octavo.E4M3, {DX, DW}),
+        "input_scale": (0.4, {Y, DW}),
+        "weight_scale": (None, {Y, DX}),
+        "grad_output_scale": (4.0, {DX, DW}),
+    },
+    CustomRecipe: {
+        "accumulate": (Accumulate(fprop="fast", dgrad="precise", wgrad="precise"), {SUMS}),
+        "fprop_input": (QuantizeSpec(format=octavo.E4M3, granularity="row"), {Y}),
+        "fprop_weight": (QuantizeSpec(format=octavo.E5M2), {Y}),
+        "dgrad_grad_output": (QuantizeSpec(format=octavo.E4M3), {DX}),
+        "dgrad_weight": (QuantizeSpec(format=octavo.E4M3, granularity="row"), {DX, KEPT}),
+        "wgrad_grad_output": (QuantizeSpec(format=octavo.E5M2, rounding="stochastic"), {DW}),
+        "wgrad_input": (QuantizeSpec(format=octavo.E4M3, scaling="static", static_scale=0.5), {DW}),
+    },
 }
+# Of the input, which dgrad does not take.
+CHANGED[CustomRecipe].update({name: (CHANGED[DelayedScaling][name][0], {Y, DW}) for name in OF_HISTORIES})
 
-
-# Products by block can sum in one way only; another one raises, see below.
+# What has one legal value: another one raises, see below. Products by block sum in one way only, and a CustomRecipe
+# has specs that say what these two say of other recipes.
+OF_ONE_VALUE = (
+    (BlockScaling, "accumulate"),
+    (MXFP8Scaling, "accumulate"),
+    (CustomRecipe, "backward"),
+    (CustomRecipe, "grad_output_rounding"),
+)
 FIELDS = [
-    (kind, field.name)
-    for kind in KINDS
-    for field in dataclasses.fields(kind)
-    if (kind, field.name) not in ((BlockScaling, "accumulate"), (MXFP8Scaling, "accumulate"))
+    (kind, field.name) for kind in KINDS for field in dataclasses.fields(kind) if (kind, field.name) not in OF_ONE_VALUE
 ]
 
 
@@ -82,14 +135,13 @@ class Doubling:
         return amaxes * 2
 
 
-def outcome(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """All that can be seen of four steps: outputs, gradients, how products summed, what was kept for the backward."""
-    seen: list[Any] = []
-    kept: list[int] = []
+def outcome(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """All that can be seen of five steps: outputs, gradients, how products summed, what was kept for the backward."""
+    seen: dict[str, list[Any]] = {Y: [], DX: [], DW: [], SUMS: [], KEPT: []}
     real = SCALED_MM
 
     def spying(*args: Any) -> Tensor:
-        seen.append(args[-1])
+        seen[SUMS].append(args[-1])
         return real(*args)
 
     monkeypatch.setattr(LINEAR, "scaled_mm", spying)
@@ -97,43 +149,89 @@ def outcome(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     torch.manual_seed(0)
     layer = octavo.Linear(32, 48)
     layer.layer_name = "layer"
-    for size in (1.0, 30.0, 3.0, 2.0, 1.0):
-        x = (torch.randn(24, 32) * size).requires_grad_()
-        keeping = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t)
+    inputs, gradients = torch.randn(5, 24, 32), torch.randn(5, 24, 48)
+    for step, size in enumerate((1.0, 30.0, 3.0, 2.0, 1.0)):
+        x = (inputs[step] * size).requires_grad_()
+        keeping = torch.autograd.graph.saved_tensors_hooks(lambda t: seen[KEPT].append(t.nbytes) or t, lambda t: t)
         with octavo.autocast(recipe=recipe), keeping:
             y = layer(x)
         layer.weight.grad = None
-        (y.square().sum() / size).backward()
-        seen += [y.detach(), x.grad, layer.weight.grad.clone()]
-    return [*seen, torch.tensor(kept)]
+        y.backward(gradients[step] / size)
+        seen[Y].append(y.detach())
+        seen[DX].append(x.grad)
+        seen[DW].append(layer.weight.grad.clone())
+    return seen
 
 
 def same(a: list[Any], b: list[Any]) -> bool:
     if len(a) != len(b):
         return False
     return all(
-        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x is y
+        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y
         for x, y in zip(a, b, strict=False)
     )
 
 
+def differing(one: Recipe, other: Recipe, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """What is seen of five steps that differs between two recipes."""
+    a, b = outcome(one, monkeypatch), outcome(other, monkeypatch)
+    return {name for name in a if not same(a[name], b[name])}
+
+
 @pytest.mark.parametrize(("kind", "name"), FIELDS, ids=lambda value: getattr(value, "__name__", value))
 def test_every_field_changes_something(kind: type[Recipe], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = kind(**NEEDED.get(kind, {}))
-    changed = CHANGED[kind].get(name, CHANGED[Recipe].get(name, dataclasses.MISSING))
-    assert changed is not dataclasses.MISSING, f"say here how {kind.__name__}.{name} could be changed"
+    needed = DELAYED_INPUT if kind is CustomRecipe and name in OF_HISTORIES else NEEDED.get(kind, {})
+    base = kind(**needed)
+    known = CHANGED[kind].get(name, CHANGED[Recipe].get(name))
+    assert known is not None, f"say here how {kind.__name__}.{name} could be changed, and what is seen of it"
+    changed, seen = known
     other = base.replaced(**{name: changed})
     assert other != base
-    assert same(outcome(base, monkeypatch), outcome(base, monkeypatch)), "else the next line would prove nothing"
-    assert not same(outcome(base, monkeypatch), outcome(other, monkeypatch))
+    assert not differing(base, base, monkeypatch), "else the next line would prove nothing"
+    assert differing(base, other, monkeypatch) == seen
+
+
+CHANGED_SPEC: dict[str, tuple[Any, dict[str, Any]]] = {
+    # Another value, and what the spec it is changed in has besides.
+    "format": (octavo.E5M2, {}),
+    "granularity": ("row", {}),
+    "scaling": ("delayed", {}),
+    "power_of_two": (True, {}),
+    "scale_rounding": ("floor", {"granularity": "mx"}),
+    "epsilon": (1e3, {}),
+    "inf_to_nan": (True, {}),
+    "static_scale": (0.25, {"scaling": "static", "static_scale": 0.5}),
+    "rounding": ("stochastic", {}),
+}
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(QuantizeSpec)])
+def test_every_field_of_a_spec_changes_something(name: str) -> None:
+    assert name in CHANGED_SPEC, f"say here how QuantizeSpec.{name} could be changed"
+    changed, besides = CHANGED_SPEC[name]
+    codes = []
+    x = torch.randn(64, 32)
+    x[0, 0] = float("inf")
+    for value in (besides, {**besides, name: changed}):
+        spec = QuantizeSpec(**{"format": octavo.E4M3, **value})
+        needed = {**NEEDED[CustomRecipe], "fprop_input": spec, "wgrad_input": spec}
+        other = {"fprop_weight": spec, "dgrad_weight": spec, "wgrad_grad_output": spec, "dgrad_grad_output": spec}
+        recipe = CustomRecipe(**{**needed, **other} if spec.granularity.name == "mx" else needed)
+        state = LayerState()
+        plan = plan_linear(Call(recipe, False), state, "")
+        operand = plan.input(x, True, False)
+        codes.append((operand.codes.view(torch.uint8), operand.scale.float()))
+    (first, first_scale), (second, second_scale) = codes
+    assert not (torch.equal(first, second) and torch.equal(first_scale, second_scale))
 
 
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
-def test_every_product_sums_as_it_is_told(gemm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = CurrentScaling()
+@pytest.mark.parametrize("kind", [CurrentScaling, CustomRecipe])
+def test_every_product_sums_as_it_is_told(kind: type[Recipe], gemm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = kind(**NEEDED.get(kind, {}))
     told = getattr(base.accumulate, gemm)
     flipped = dataclasses.replace(base.accumulate, **{gemm: "fast" if told == "precise" else "precise"})
-    assert not same(outcome(base, monkeypatch), outcome(base.replaced(accumulate=flipped), monkeypatch))
+    assert differing(base, base.replaced(accumulate=flipped), monkeypatch) == {SUMS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,18 +265,27 @@ def test_recipes_are_frozen_and_keyword_only(kind: type[Recipe]) -> None:
         *[(kind, {"backward": "bf16"}, "backward is 'bf16': expected 'fp8' or") for kind in KINDS],
         *[(kind, {"saved_input": "codes"}, "saved_input is 'codes': expected 'fp8' or") for kind in KINDS],
         *[(kind, {"saved_weight": True}, "saved_weight is True: expected 'fp8' or") for kind in KINDS],
+        *[(kind, {"grad_output_rounding": "up"}, "grad_output_rounding is 'up': expected 'nearest'") for kind in KINDS],
+        *[
+            (
+                kind,
+                {"backward": "high_precision", "grad_output_rounding": "stochastic"},
+                "rounds what the FP8 products of the backward take",
+            )
+            for kind in WITH_FORMAT
+        ],
         *[
             (
                 kind,
                 {"backward": "high_precision", saved: "high_precision"},
                 f"{saved}='high_precision' says what an FP8",
             )
-            for kind in KINDS
+            for kind in WITH_FORMAT
             for saved in ("saved_input", "saved_weight")
         ],
         *[(kind, {"accumulate": "fast"}, "expected an octavo.recipes.Accumulate") for kind in KINDS],
-        *[(kind, {"format": "E4M4"}, "format is 'E4M4': expected octavo.HYBRID") for kind in KINDS],
-        *[(kind, {"format": octavo.E8M0}, "holds no operand of a product") for kind in KINDS],
+        *[(kind, {"format": "E4M4"}, "format is 'E4M4': expected octavo.HYBRID") for kind in WITH_FORMAT],
+        *[(kind, {"format": octavo.E8M0}, "holds no operand of a product") for kind in WITH_FORMAT],
         *[(kind, {"overrides": {"(": None}}, "no pair of a regular expression") for kind in KINDS],
         *[(kind, {"overrides": ["head"]}, "no pair of a regular expression") for kind in KINDS],
         *[(kind, {"overrides": {"head": "off"}}, "expected a recipe, or None") for kind in KINDS],
@@ -208,8 +315,8 @@ def test_recipes_are_frozen_and_keyword_only(kind: type[Recipe]) -> None:
         (BlockScaling, {"power_of_two_scales": 1}, "power_of_two_scales is 1"),
         (MXFP8Scaling, {"scale_rounding": "nearest"}, "scale_rounding is 'nearest': expected 'up' or 'floor'"),
         (MXFP8Scaling, {"scale_rounding": True}, "scale_rounding is True: expected 'up' or 'floor'"),
-        *[(kind, {"format": 3}, "format is 3: expected octavo.HYBRID") for kind in KINDS],
-        *[(kind, {"format": "E8M0"}, "format E8M0 holds no operand of a product") for kind in KINDS],
+        *[(kind, {"format": 3}, "format is 3: expected octavo.HYBRID") for kind in WITH_FORMAT],
+        *[(kind, {"format": "E8M0"}, "format E8M0 holds no operand of a product") for kind in WITH_FORMAT],
         (StaticScaling, {"input_scale": 0.0}, "input_scale is 0.0: a scale is a number, positive and finite"),
         (StaticScaling, {"input_scale": -1.0}, "input_scale is -1.0: a scale is a number, positive and finite"),
         (StaticScaling, {"weight_scale": float("nan")}, "weight_scale is nan"),
@@ -223,7 +330,7 @@ def test_unknown_or_contradictory_values_raise(kind: type[Recipe], fields: dict[
         kind(**{**NEEDED.get(kind, {}), **fields})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WITH_FORMAT)
 def test_a_format_may_be_given_by_its_name_or_its_dtype_as_quantize_takes_it(kind: type[Recipe]) -> None:
     for given, meant in (
         ("E5M2", octavo.E5M2),
@@ -248,7 +355,7 @@ def test_accumulate_is_checked() -> None:
         Accumulate(wgrad="slow")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WITH_FORMAT)
 def test_the_specs_are_those_of_the_formats(kind: type[Recipe]) -> None:
     pair = FormatPair(octavo.E5M2, octavo.E4M3)
     recipe = kind(**NEEDED.get(kind, {}), format=pair)

@@ -88,6 +88,7 @@ class LMHead(Linear):
         call = layer_call(self.delayed_state, self.recipe, self.layer_name)
         plan = operand = None
         if call.recipe is not None:
+            self._check_recompute(call.recipe)
             plan = self.planned(call, weight)
             operand = self.kept_operand(weight, plan, cached_weight)
         elif call.gather and not in_backward():
@@ -108,6 +109,15 @@ class LMHead(Linear):
             plan=plan,
             cached_weight=operand,
         )
+
+    def _check_recompute(self, recipe: Recipe) -> None:
+        if recipe.linear.forward_draws and (self.recompute or self.reduction == "none"):
+            found = "recompute=True" if self.recompute else "reduction='none'"
+            raise ValueError(
+                f"{called(self)}: {found} makes the logits again in the backward, and the recipe rounds input or weight"
+                " stochastically, which would give others: use recompute=False and reduction='mean' or 'sum', or give"
+                " the head another recipe by an override"
+            )
 
     def _check_classes(self) -> None:
         shape = self.weight.shape

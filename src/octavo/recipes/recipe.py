@@ -80,6 +80,11 @@ class LinearSpecs(NamedTuple):
     weight_t: QuantizeSpec
     grad_output_t: QuantizeSpec
 
+    @property
+    def forward_draws(self) -> bool:
+        """True if codes that a forward makes are rounded by chance: another forward of the same would make others."""
+        return any(spec.rounding == "stochastic" for spec in (self.input, self.input_t, self.weight, self.weight_t))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(ABC):

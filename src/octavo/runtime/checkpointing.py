@@ -79,6 +79,13 @@ class _Tape:
             self.outer.record(call)
 
 
+# A forward without gradients makes the codes of one layout, one with gradients those of two.
+_DRAWN_TWICE = (
+    "the recipe rounds input or weight stochastically, and the recompute of a reentrant checkpoint would draw other"
+    " numbers than its first forward, which ran without gradients: use use_reentrant=False"
+)
+
+
 class _Current(threading.local):
     tape: _Tape | None = None
 
@@ -145,6 +152,8 @@ def _call_of_checkpoint(
     if repeated is not None:
         return repeated, repeated
     call, used = _noting_call(state, own, name, tape)
+    if _draws(call) and trains() and not torch.is_grad_enabled():
+        raise RuntimeError(_DRAWN_TWICE)
     if tape is not None:
         tape.record(used)
     return call, used
@@ -195,7 +204,13 @@ def _repeated_call(state: LayerState) -> Call | None:
             " torch.utils.checkpoint runs it without gradients, so that delayed scaling would never see an amax. Use"
             " octavo.checkpoint, or use_reentrant=False"
         )
+    if reentrant and _draws(used):
+        raise RuntimeError(_DRAWN_TWICE)
     return used
+
+
+def _draws(call: Call) -> bool:
+    return call.recipe is not None and call.recipe.linear.forward_draws
 
 
 def _side_effects_in_forward_only(allowed: bool) -> bool:

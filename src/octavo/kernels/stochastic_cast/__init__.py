@@ -56,12 +56,6 @@ def stochastic_cast(
     Raises:
         ValueError: x is no floating-point matrix, the granularity another one, or both or neither of rule and scale.
     """
-    if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(
-            f"stochastic_cast takes a floating-point matrix [M, K], found {x.dtype} of shape {tuple(x.shape)}"
-        )
-    if granularity not in (TENSOR, ROW, *PRODUCT_BLOCKS):
-        raise ValueError(f"granularity is {granularity}: products take tensor, row, 1x128, 128x128 or mx")
     if (rule is None) == (scale is None) or (scale is not None and granularity is not TENSOR):
         raise ValueError(f"give a rule, or one scale of granularity tensor; found {rule}, {scale} and {granularity}")
     if torch.compiler.is_compiling():
@@ -88,6 +82,12 @@ def _launch(
     inf_to_nan: bool,
     column_sum: bool,
 ) -> Outputs:
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(
+            f"stochastic_cast takes a floating-point matrix [M, K], found {x.dtype} of shape {tuple(x.shape)}"
+        )
+    if granularity not in (TENSOR, ROW, *PRODUCT_BLOCKS):
+        raise ValueError(f"granularity is {granularity}: products take tensor, row, 1x128, 128x128 or mx")
     uniform = torch.rand(x.shape, dtype=torch.float64, device=x.device)
     return stochastic_cast_reference(
         x, format, granularity, rule, scale, uniform, rowwise, columnwise, inf_to_nan, column_sum

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import octavo
+from octavo.formats import Format, cast_float32, decode
 from octavo.functional.grouped_on_device import unsupported_reasons
 from octavo.recipes import (
     BlockScaling,
@@ -115,32 +118,63 @@ def test_the_mean_gradient_is_that_of_the_gradient_itself(recipe: Recipe) -> Non
     assert errors[0] < 0.35 * errors[1]
 
 
-def layers() -> dict[str, tuple[nn.Module, Any]]:
-    """Every layer that has FP8 products, and how it is called."""
-    norm_linear = octavo.LayerNormLinear(32, 48)
-    found: dict[str, tuple[nn.Module, Any]] = {
-        "LayerNormLinear": (norm_linear, norm_linear),
-        "MultiheadAttention": (mha := octavo.MultiheadAttention(32, 2), lambda x: mha(x.reshape(2, 12, 32))),
-    }
-    for activation in ("gelu", "swiglu", "relu"):
-        mlp = octavo.LayerNormMLP(32, 64, activation=activation)
-        found[f"LayerNormMLP {activation}"] = mlp, mlp
-    smooth = octavo.LayerNormMLP(32, 64, activation="swiglu", smooth_swiglu=True)
-    found["LayerNormMLP smooth"] = smooth, smooth
-    grouped = octavo.GroupedLinear(2, 32, 48)
-    found["GroupedLinear"] = grouped, lambda x: grouped(x, [8, 16])
-    head = octavo.LMHead(32, 40)
+Layer = tuple[nn.Module, Any]
+
+
+def alone(layer: nn.Module) -> Layer:
+    return layer, layer
+
+
+def attention() -> Layer:
+    layer = octavo.MultiheadAttention(32, 2)
+    return layer, lambda x: layer(x.reshape(2, 12, 32))
+
+
+def grouped() -> Layer:
+    layer = octavo.GroupedLinear(2, 32, 48)
+    return layer, lambda x: layer(x, [8, 16])
+
+
+def head() -> Layer:
+    layer = octavo.LMHead(32, 40)
     target = torch.randint(40, (24,), generator=torch.Generator().manual_seed(0))
-    found["LMHead"] = head, lambda x: head(x, target)
-    return found
+    return layer, lambda x: layer(x, target)
+
+
+def gate_and_up_apart() -> Layer:
+    """A gated MLP of three layers, which `convert` makes run as one."""
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    configuration = llama.LlamaConfig(hidden_size=32, intermediate_size=48, num_attention_heads=2, num_hidden_layers=1)
+    model = nn.Sequential(llama.LlamaMLP(configuration))
+    assert "fused: LlamaMLP" in str(octavo.convert(model, recipe=CurrentScaling(), filter="all"))
+    return alone(model)
+
+
+# Every layer that has FP8 products, and how it is called.
+LAYERS: dict[str, Callable[[], Layer]] = {
+    "Linear": lambda: alone(octavo.Linear(32, 48)),
+    "LayerNormLinear": lambda: alone(octavo.LayerNormLinear(32, 48)),
+    "MultiheadAttention": attention,
+    "gelu": lambda: alone(octavo.LayerNormMLP(32, 64, activation="gelu")),
+    "swiglu": lambda: alone(octavo.LayerNormMLP(32, 64, activation="swiglu")),
+    "relu": lambda: alone(octavo.LayerNormMLP(32, 64, activation="relu")),
+    "smooth": lambda: alone(octavo.LayerNormMLP(32, 64, activation="swiglu", smooth_swiglu=True)),
+    "gate and up apart": gate_and_up_apart,
+    "GroupedLinear": grouped,
+    "LMHead": head,
+}
+
+
+def built(name: str, recipe: Recipe) -> Layer:
+    if name == "smooth" and isinstance(recipe, StaticScaling):
+        pytest.skip("refused, stochastic or not")
+    return LAYERS[name]()
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=named)
-@pytest.mark.parametrize("name", layers())
+@pytest.mark.parametrize("name", LAYERS)
 def test_no_layer_passes_it_over(name: str, recipe: Recipe) -> None:
-    layer, run = layers()[name]
-    if name == "LayerNormMLP smooth" and isinstance(recipe, StaticScaling):
-        pytest.skip("refused, stochastic or not")
+    layer, run = built(name, recipe)
     if recipe.delayed is not None and not recipe.delayed.initialise_from_first_batch:
         step(run, layer, recipe, 0)  # now scales are known, as kernels fused with what comes before ask for
     state = copy.deepcopy(layer.state_dict())
@@ -164,6 +198,32 @@ def test_no_layer_passes_it_over(name: str, recipe: Recipe) -> None:
     of_products = {key: value for key, value in differs.items() if "weight" in key and "norm" not in key}
     assert of_products
     assert all(of_products.values()), of_products
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=named)
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_cast_of_a_gradient_is_by_chance(name: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Under HYBRID gradients alone become E5M2: what is cast to that must lie on its grid already.
+    rounded: list[bool] = []
+
+    def spy(x: Tensor, format: Format, saturate: bool = True) -> Tensor:
+        codes = cast_float32(x, format, saturate)
+        if format is octavo.E5M2:
+            within = x.nan_to_num().clamp(-format.max, format.max)
+            rounded.append(torch.equal(decode(codes).nan_to_num(), within))
+        return codes
+
+    for module in [module for key, module in sys.modules.items() if key.startswith("octavo.")]:
+        if vars(module).get("cast_float32") is cast_float32:
+            monkeypatch.setattr(module, "cast_float32", spy)
+    layer, run = built(name, recipe)
+    for seed in range(3):  # the last with scales that are known beforehand
+        step(run, layer, recipe.replaced(format=octavo.HYBRID), seed)
+    assert rounded
+    assert all(rounded)
+    near = recipe.replaced(format=octavo.HYBRID, grad_output_rounding="nearest")
+    step(run, layer, near, 0)
+    assert not all(rounded), "else the lines before would prove nothing"
 
 
 def test_the_layers_of_a_converted_model_round_by_chance_too() -> None:

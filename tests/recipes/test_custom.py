@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import itertools
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -384,3 +386,12 @@ def test_a_weight_that_exists_in_fp8_alone_is_cast_for_dgrad_as_is_said(second: 
     if second.format is octavo.E5M2:
         assert torch.equal(*found)
     assert (found[0] - found[1]).norm() < 0.05 * found[1].norm()
+
+
+def test_the_pages_code_runs() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "recipes_custom.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, names)
+    assert names["layer"].weight.grad.isfinite().all()
+    assert names["recipe"].linear.grad_output.rounding == "stochastic"

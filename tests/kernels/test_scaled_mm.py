@@ -10,7 +10,8 @@ from torch import Tensor
 
 from octavo.formats import E4M3, E4M3FNUZ, E5M2, Format, cast, decode
 from octavo.kernels import runs_natively, scaled_mm
-from octavo.kernels.scaled_mm import unsupported_reasons
+from octavo.kernels.scaled_mm import scaled_mm_reference, unsupported_reasons
+from octavo.kernels.scaled_mm.native import scaled_mm_native
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 PAIRS = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)]
@@ -155,3 +156,45 @@ def test_the_native_product_is_exact_where_its_accumulator_is(
             on_cpu = [t.cpu() for t in (a, b, scale_a, scale_b)]
             value, _ = exact(*on_cpu, None if addend is None else addend.cpu())
             assert torch.equal(found.cpu(), value.to(dtype))
+
+
+@pytest.mark.parametrize("by_row", ["a", "b"])
+def test_one_scale_by_one_a_row_is_the_product_of_two_by_row(by_row: str) -> None:
+    a, b, scale_a, scale_b = operands((32, 64, 48), by_row=True)
+    one = torch.tensor(0.25)
+    mixed = (scale_a, one) if by_row == "a" else (one, scale_b)
+    rows = [scale.expand(n, 1) for scale, n in zip(mixed, (32, 48), strict=True)]
+    for bias in (None, torch.randn(48)):
+        assert torch.equal(scaled_mm(a, b, *mixed, bias, torch.float32), scaled_mm(a, b, *rows, bias, torch.float32))
+
+
+@pytest.mark.parametrize("by_row", ["a", "b"])
+def test_what_is_mixed_reaches_cublaslt_by_row(by_row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *others: object, **more: object) -> Tensor:
+        seen.append((tuple(scale_a.shape), tuple(scale_b.shape), scale_a.is_contiguous(), scale_b.is_contiguous()))
+        return torch.zeros(a.shape[0], b.shape[1], dtype=torch.bfloat16)
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    a, b, scale_a, scale_b = operands((32, 64, 48), by_row=True)
+    one = torch.tensor(0.25)
+    mixed = (scale_a, one) if by_row == "a" else (one, scale_b)
+    scaled_mm_native(a, b, *mixed, None, torch.bfloat16, "precise")
+    assert seen == [((32, 1), (1, 48), True, True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("by_row", ["a", "b"])
+def test_a_native_product_of_one_scale_by_one_a_row(by_row: str, biased: bool, out_dtype: torch.dtype) -> None:
+    a = torch.randint(-3, 4, (64, 32), device="cuda").float().to(E4M3.dtype)
+    b = torch.randint(-3, 4, (48, 32), device="cuda").float().to(E4M3.dtype)
+    one = torch.tensor(0.5, device="cuda")
+    of_rows = torch.exp2(torch.randint(-2, 3, (64 if by_row == "a" else 48, 1), device="cuda").float())
+    mixed = (of_rows, one) if by_row == "a" else (one, of_rows)
+    bias = torch.randint(-4, 5, (48,), device="cuda").to(torch.bfloat16) if biased else None
+    # Small integers: every sum is exact.
+    expected = scaled_mm_reference(a, b, *mixed, bias, out_dtype)
+    assert torch.equal(scaled_mm(a, b, *mixed, bias, out_dtype), expected)

@@ -181,3 +181,35 @@ def test_the_compiler_knows_that_it_draws() -> None:
     torch.library.opcheck(
         torch.ops.octavo.stochastic_cast.default, arguments, test_utils=("test_schema", "test_faketensor")
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=repr)
+def test_a_gpu_makes_the_codes_that_the_same_numbers_make_on_a_cpu(granularity: Granularity) -> None:
+    x, uniform = matrix((48, 160)), torch.rand(48, 160, dtype=torch.float64)
+    expected = stochastic_cast_reference(x, E5M2, granularity, ScaleRule(), None, uniform)
+    found = stochastic_cast_reference(x.cuda(), E5M2, granularity, ScaleRule(), None, uniform.cuda())
+    for one, other in zip(expected[:4], found[:4], strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(decode(one), decode(other.cpu()))
+
+
+@pytest.mark.gpu
+def test_each_replay_of_a_cuda_graph_draws_anew_and_the_seed_decides() -> None:
+    x = matrix((48, 160)).cuda()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        stochastic_cast(x, E5M2, TENSOR, rule=ScaleRule())
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = stochastic_cast(x, E5M2, TENSOR, rule=ScaleRule())
+    seen = []
+    for seed in (1, None, 1):
+        if seed is not None:
+            torch.manual_seed(seed)
+        graph.replay()
+        seen.append(decode(made.codes).clone())
+    assert not torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from octavo.conversion.converted import runs_plainly
-from octavo.conversion.followers import Followers
+from octavo.conversion.followers import Followers, PlainLayer
 from octavo.conversion.known_parts import known_norm
 from octavo.functional import normalise
 from octavo.functional.norm_ahead import normalise_ahead
 from octavo.kernels.triton_support import runs_compiled
-from octavo.modules import OUT_DTYPES, FP8LinearMixin
+from octavo.modules import OUT_DTYPES, FixedProduct
 from octavo.modules.norm import handed_on_dtype
 from octavo.runtime import LinearPlan, layer_call
 
@@ -65,18 +65,21 @@ class CastingNorm(nn.Module):
         through = norm.through(handed_on_dtype(x))
         if traced and again:
             return _made_again(x, through, weight, bias)
-        if traced or x.is_inference() or torch.is_inference_mode_enabled():
-            # Compiled code hands on no codes; a tensor of inference does not tell whether it was written to, so that
-            # nobody could take codes made ahead.
+        if traced:
             return normalise(x, through, weight, bias)
-        return normalise_ahead(x, through, weight, bias, plan.input, trains and plan.wgrad_fp8 and not plan.keeps_input)
+        columnwise = trains and plan.wgrad_fp8 and not plan.keeps_input
+        if not torch.is_inference_mode_enabled():
+            return normalise_ahead(x, through, weight, bias, plan.input, columnwise)
+        # A tensor of inference does not tell whether it was written to, so that nobody could take codes made ahead.
+        with torch.inference_mode(False), torch.no_grad():
+            return normalise_ahead(x, through, weight, bias, plan.input, columnwise)
 
-    def _living_followers(self) -> list[FP8LinearMixin]:
+    def _living_followers(self) -> list[PlainLayer]:
         """Those that are still there."""
         followers: Followers | None = self.__dict__.get(FOLLOWERS)
         return [] if followers is None else followers.layers()
 
-    def _plan_of_what_follows(self, x: Any, first: FP8LinearMixin) -> LinearPlan | None:
+    def _plan_of_what_follows(self, x: Any, first: PlainLayer) -> LinearPlan | None:
         """That of the first layer behind; None where the class before is to run."""
         weight: Any = self.weight
         if not isinstance(x, Tensor) or handed_on_dtype(x) not in OUT_DTYPES:
@@ -87,11 +90,8 @@ class CastingNorm(nn.Module):
             return None
         if not runs_plainly(first):
             return None
-        call = layer_call(first.delayed_state, first.recipe, first.layer_name)
-        if call.recipe is None:
-            return None
-        plan = first.planned(call, first.matrix())
-        if torch.compiler.is_compiling():
+        plan = _plan_of(first, handed_on_dtype(x))
+        if plan is None or torch.compiler.is_compiling():
             return plan
         origin = getattr(plan.input, "origin", None)
         # Whoever watches a quantizer is told of the cast by the layer.
@@ -99,6 +99,15 @@ class CastingNorm(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (self.fused_from,), self.__getstate__()
+
+
+def _plan_of(layer: PlainLayer, dtype: torch.dtype) -> LinearPlan | None:
+    """What a layer casts an input of this dtype with; None where FP8 is off."""
+    if isinstance(layer, FixedProduct):
+        product = layer.product(dtype)
+        return None if product is None else product.plan
+    call = layer_call(layer.delayed_state, layer.recipe, layer.layer_name)
+    return None if call.recipe is None else layer.planned(call, layer.matrix())
 
 
 _CLASSES: dict[type[nn.Module], type[CastingNorm]] = {}

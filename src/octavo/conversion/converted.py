@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from octavo.modules import CachedWeight, FP8LinearMixin, Linear
+from octavo.modules import CachedWeight, FixedProduct, FP8LinearMixin, Linear
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -55,6 +55,8 @@ def fp8_class(kind: type[nn.Module], transposed: bool) -> type[FP8LinearMixin]:
 
 def runs_plainly(module: object) -> bool:
     """True for an FP8 layer that does nothing but its matrix product, so that others may compute that for it."""
+    if isinstance(module, FixedProduct):
+        return module.is_plain
     return isinstance(module, FP8LinearMixin) and type(module).forward in (Linear.forward, _Rows.forward)
 
 

@@ -13,8 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from octavo.modules import FP8LinearMixin
+from octavo.modules import FixedProduct, FP8LinearMixin
 
+# What `octavo.conversion.converted.runs_plainly` is true of.
+PlainLayer = FP8LinearMixin | FixedProduct
 # Where a layer keeps what it is behind.
 _BEHIND = "_behind_norms"
 
@@ -23,13 +25,13 @@ class Followers:
     """The layers behind one normalisation, in their order."""
 
     def __init__(self) -> None:
-        self._layers: dict[int, weakref.ref[FP8LinearMixin]] = {}
+        self._layers: dict[int, weakref.ref[PlainLayer]] = {}
 
-    def join(self, index: int, layer: FP8LinearMixin) -> None:
+    def join(self, index: int, layer: PlainLayer) -> None:
         """Be told of a layer and its place among them."""
         self._layers[index] = weakref.ref(layer)
 
-    def layers(self) -> list[FP8LinearMixin]:
+    def layers(self) -> list[PlainLayer]:
         """Those that still exist."""
         every = [self._layers[index]() for index in sorted(self._layers)]
         return [layer for layer in every if layer is not None]
@@ -41,19 +43,19 @@ class Followers:
 class Behind:
     """What a layer keeps of a normalisation before it."""
 
-    def __init__(self, layer: FP8LinearMixin, followers: Followers, index: int) -> None:
+    def __init__(self, layer: PlainLayer, followers: Followers, index: int) -> None:
         self.__setstate__({"layer": layer, "followers": followers, "index": index})
 
     def __getstate__(self) -> dict[str, Any]:
         return {"layer": self.layer(), "followers": self.followers, "index": self.index}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        layer: FP8LinearMixin = state["layer"]
+        layer: PlainLayer = state["layer"]
         self.layer, self.followers, self.index = weakref.ref(layer), state["followers"], state["index"]
         self.followers.join(self.index, layer)
 
 
-def followed_by(layers: list[FP8LinearMixin]) -> Followers:
+def followed_by(layers: list[PlainLayer]) -> Followers:
     """The followers that these layers are, each of which is told."""
     followers = Followers()
     for index, layer in enumerate(layers):

@@ -30,6 +30,7 @@ from octavo.conversion.structures import (
     is_octavos,
     part,
 )
+from octavo.modules import FixedProduct, FP8LinearMixin
 
 
 class _Found(NamedTuple):
@@ -41,20 +42,19 @@ class _Found(NamedTuple):
     reason: str
 
 
-def fuse(model: nn.Module, converted: set[int], wanted: bool = True, dry_run: bool = False) -> list[StructureReport]:
+def fuse(model: nn.Module, converted: set[int], unwanted: str = "", dry_run: bool = False) -> list[StructureReport]:
     """Have the known structures of a model run as one.
 
     Args:
         model: converted.
-        converted: ids of the linear layers that are in FP8, or would be.
-        wanted: False turns structures back into what they were, and says so.
+        converted: ids of the linear layers that are in FP8, or would be; frozen ones are anyway.
+        unwanted: a reason turns structures back into what they were, and is given for all of them.
         dry_run: change nothing.
     """
     every = list(_found(model))
     rows = []
     for found in every:
-        reason = found.reason or ("" if wanted else "fuse=False")
-        rows.append(_report(found, reason or _layer_reason(found, converted)))
+        rows.append(_report(found, found.reason or unwanted or _layer_reason(found, converted)))
     if dry_run:
         return rows
     # A normalisation that stands in several places is changed for those that want it.
@@ -124,8 +124,10 @@ def _layer_reason(found: _Found, converted: set[int]) -> str:
         if is_listened_to(part(module, path)):
             return f"a hook listens to {'.'.join(path)}, or its forward was replaced"
     for path in structure.layers:
-        if id(part(module, path)) not in converted:
+        if not _is_in_fp8(part(module, path), converted):
             return f"{'.'.join(path)} stays in high precision"
+    if len({isinstance(part(module, path), FixedProduct) for path in structure.layers}) > 1:
+        return "some layers are frozen, and others are not"
     if activation_name(part(module, structure.activation)) is None:
         return f"the activation {type(part(module, structure.activation)).__name__} is not known"
     for path in structure.between:
@@ -137,11 +139,15 @@ def _layer_reason(found: _Found, converted: set[int]) -> str:
     return ""
 
 
+def _is_in_fp8(layer: Any, converted: set[int]) -> bool:
+    return id(layer) in converted or (isinstance(layer, FixedProduct) and runs_plainly(layer))
+
+
 def _norm_reason(module: nn.Module, structure: NormStructure, converted: set[int]) -> str:
     norm = part(module, structure.norm)
     if known_norm(norm, _class_before(norm)) is None:
         return f"the normalisation {_class_before(norm).__name__} is not known"
-    if not any(id(layer) in converted for _, layer in _followers(module, structure)):
+    if not any(_is_in_fp8(layer, converted) for _, layer in _followers(module, structure)):
         return f"what follows ({', '.join(path[-1] for path in structure.followers)}) stays in high precision"
     return ""
 
@@ -181,7 +187,8 @@ def _change(group: list[_Found]) -> None:
     followers = [layer for layer in found if runs_plainly(layer)]
     for layer in followers:
         # That others make the same codes of an input with delayed scaling is known by its state.
-        layer.delayed_state.input.shared = True
+        if isinstance(layer, FP8LinearMixin):
+            layer.delayed_state.input.shared = True
     if not isinstance(module, CastingNorm):
         module.__class__ = casting_class(kind)
     module.__dict__[FOLLOWERS] = followed_by(followers)

@@ -17,8 +17,10 @@ from octavo.conversion.converted import runs_plainly
 from octavo.conversion.known_parts import activation_name, is_replaced
 from octavo.conversion.structures import MLPS, MLPStructure, Path, is_unchanged, part
 from octavo.functional.mlp import MLP, Layer, mlp
-from octavo.modules import FP8LinearMixin
+from octavo.modules import OUT_DTYPES, FixedProduct, FP8LinearMixin, LayerProduct
+from octavo.modules.fixed_product import refusing_gradient
 from octavo.modules.layernorm_linear import fp8_dtype
+from octavo.modules.norm import handed_on_dtype
 from octavo.runtime import layer_call
 
 
@@ -45,25 +47,46 @@ class JoinedMLP(nn.Module):
         if running_reason(structure, parts) or not is_unchanged(structure, self, self.fused_from):
             return None
         count = len(structure.first) + 1
-        layers: list[FP8LinearMixin] = parts[:count]
-        weights = [layer.matrix() for layer in layers]
-        if x.shape[-1:] != weights[0].shape[1:]:
-            return None  # whose error is the layer's own
-        calls = [layer_call(layer.delayed_state, layer.recipe, layer.layer_name) for layer in layers]
-        if any(call.recipe is None for call in calls):
+        fixed = isinstance(parts[0], FixedProduct)
+        products = _fixed_products(parts[:count], x) if fixed else _products(parts[:count], x)
+        if products is None:
             return None
-        plans = [layer.planned(call, weight) for layer, call, weight in zip(layers, calls, weights, strict=True)]
-        made = [
-            Layer(weight, layer.added_bias(), layer.kept_operand(weight, plan, None))
-            for layer, weight, plan in zip(layers, weights, plans, strict=True)
-        ]
+        made = [Layer(product.weight, product.bias, product.operand) for product in products]
         activation = activation_name(parts[count])
         assert activation is not None, "looked at before"
-        setup = MLP(activation, tuple(plans[:-1]), plans[-1], fp8_dtype(x))
-        return structure.finish(self, mlp(x, tuple(made[:-1]), made[-1], setup), x)
+        setup = MLP(activation, tuple(product.plan for product in products[:-1]), products[-1].plan, fp8_dtype(x))
+        if not fixed:
+            return structure.finish(self, mlp(x, tuple(made[:-1]), made[-1], setup), x)
+        with torch.no_grad():
+            y = mlp(x, tuple(made[:-1]), made[-1], setup)
+        return structure.finish(self, refusing_gradient(x, y), x)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (self.fused_from, self.structure.classes), self.__getstate__()
+
+
+def _products(layers: list[FP8LinearMixin], x: Any) -> list[LayerProduct] | None:
+    """What the layers compute with; None where FP8 is off, or where x does not fit: that error is the layer's own."""
+    weights = [layer.matrix() for layer in layers]
+    if x.shape[-1:] != weights[0].shape[1:]:
+        return None
+    calls = [layer_call(layer.delayed_state, layer.recipe, layer.layer_name) for layer in layers]
+    if any(call.recipe is None for call in calls):
+        return None
+    plans = [layer.planned(call, weight) for layer, call, weight in zip(layers, calls, weights, strict=True)]
+    return [
+        LayerProduct(plan, weight, layer.added_bias(), layer.kept_operand(weight, plan, None))
+        for layer, weight, plan in zip(layers, weights, plans, strict=True)
+    ]
+
+
+def _fixed_products(layers: list[FixedProduct], x: Any) -> list[LayerProduct] | None:
+    """The same of layers that cast an input as it comes: not under a torch.autocast that would give another dtype."""
+    if not isinstance(x, Tensor) or x.dtype not in OUT_DTYPES or handed_on_dtype(x) != x.dtype:
+        return None
+    found = [layer.product(x.dtype) for layer in layers]
+    made = [product for product in found if product is not None]
+    return made if len(made) == len(layers) and x.shape[-1:] == made[0].weight.shape[1:] else None
 
 
 class _JoinedForward(JoinedMLP):
@@ -112,6 +135,8 @@ def running_reason(structure: MLPStructure, parts: list[Any]) -> str:
     for layer in parts[:count]:
         if not runs_plainly(layer):
             return "a layer is not in FP8"
+        if isinstance(layer, FixedProduct) != isinstance(parts[0], FixedProduct):
+            return "some layers are frozen, and others are not"
     if activation_name(parts[count]) is None:
         return "the activation is not known"
     for between in parts[count + 1 : count + 1 + len(structure.between)]:

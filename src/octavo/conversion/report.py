@@ -129,11 +129,11 @@ class ConversionReport:
             lines.append("FP8 is emulated here, with the same numbers: no layer was left out for its speed.")
         if self.converted:
             lines.append("gain: forward and backward against bf16 on an H200 with many tokens, a model's estimate.")
-        lines += _structure_lines(self.structures) + list(self.remarks)
+        lines += structure_lines(self.structures) + list(self.remarks)
         return "\n".join([f"! {warning}" for warning in self.warnings] + lines)
 
 
-def _structure_lines(structures: tuple[StructureReport, ...]) -> list[str]:
+def structure_lines(structures: tuple[StructureReport, ...]) -> list[str]:
     """A line for those that are alike."""
     alike: dict[tuple[object, ...], list[str]] = {}
     for one in structures:

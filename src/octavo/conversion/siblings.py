@@ -8,6 +8,8 @@ cross-attention query and key run on different inputs, so nothing is shared ther
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from typing import TypeVar
 
 from torch import nn
 
@@ -23,23 +25,32 @@ _SIBLINGS = (
     ("w1", "w3"),
     ("wi_0", "wi_1"),
 )
+Layer = TypeVar("Layer", bound=nn.Module)
 _CROSS = re.compile(r"cross|encoder_attn|encdec|attn2|multihead_attn", re.IGNORECASE)
 
 
 def share_inputs(model: nn.Module) -> list[tuple[str, ...]]:
     """Give siblings one state for their inputs -> the names of each group."""
     groups = []
+    for group in siblings(model, FP8LinearMixin):
+        members = list(group.values())
+        if _alike(members):
+            for layer in members[1:]:
+                layer.delayed_state.share_input(members[0].delayed_state)
+            groups.append(tuple(group))
+    return groups
+
+
+def siblings(model: nn.Module, kind: type[Layer]) -> Iterator[dict[str, Layer]]:
+    """Layers of a class that always run on one input, by their names, group by group."""
     for name, parent in model.named_modules():
         if _CROSS.search(name) or _CROSS.search(type(parent).__name__):
             continue
         for names in _SIBLINGS:
-            layers = [getattr(parent, one, None) for one in names]
-            members = [layer for layer in layers if isinstance(layer, FP8LinearMixin)]
-            if len(members) == len(names) and _alike(members):
-                for layer in members[1:]:
-                    layer.delayed_state.share_input(members[0].delayed_state)
-                groups.append(tuple(f"{name}.{one}" if name else one for one in names))
-    return groups
+            layers = {f"{name}.{one}" if name else one: getattr(parent, one, None) for one in names}
+            members = {own: layer for own, layer in layers.items() if isinstance(layer, kind)}
+            if len(members) == len(names):
+                yield members
 
 
 def _alike(layers: list[FP8LinearMixin]) -> bool:

@@ -116,10 +116,7 @@ def _forward(x: Tensor, setup: MLP, cached: tuple[Operand | None, ...], paramete
     weights, biases = parameters[::2], parameters[1::2]
     extents = _extents(x, setup, weights)
     # 1. Codes of x and of the weights, each in the layouts that somebody will use.
-    inputs = [
-        quantize_input(x, plan, setup.dtype, _keeps_codes(plan, need))
-        for plan, need in zip(setup.first, wanted.first, strict=True)
-    ]
+    inputs = _inputs(x, setup, wanted)
     operands = [
         made or quantize_for_products(weight, plan, need.dx)
         for made, weight, plan, need in zip(cached, weights, plans, needs, strict=True)
@@ -136,6 +133,19 @@ def _forward(x: Tensor, setup: MLP, cached: tuple[Operand | None, ...], paramete
     # 4. The last product.  [M, F] @ [F, K'] -> [M, K']
     y = fprop(a.operand, operands[-1], biases[-1], extents[-1], last)
     return _Result(shaped(y, x.shape[:-1]), inputs, z, a, operands)
+
+
+def _inputs(x: Tensor, setup: MLP, wanted: _Wanted) -> list[Operand]:
+    """Codes of x for each of the first products."""
+    made: list[Operand] = []
+    for plan, need in zip(setup.first, wanted.first, strict=True):
+        # Without a backward, and so without a recompute, whatever x is: it is the same for both.
+        if made and not any(map(any, wanted.first)) and _cast_alike(setup.first[0].input, plan.input):
+            plan.input.note(made[0])  # type: ignore[attr-defined]
+            made.append(made[0])
+        else:
+            made.append(quantize_input(x, plan, setup.dtype, _keeps_codes(plan, need)))
+    return made
 
 
 class _MLP(torch.autograd.Function):
@@ -263,8 +273,12 @@ def _cast_alike(first: Any, second: Any) -> bool:
     """True if two quantizers make the same codes. (In compiled code that is left to the compiler.)"""
     if torch.compiler.is_compiling():
         return False
-    one, other = first.origin(), second.origin()
+    one, other = (getattr(quantizer, "origin", _no_origin)() for quantizer in (first, second))
     return one is not None and other is not None and same_origin(one, other)
+
+
+def _no_origin() -> None:
+    """Of a quantizer that somebody watches."""
 
 
 def _extents(x: Tensor, setup: MLP, weights: Any) -> list[Extents]:

@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 from torch import nn
 
+from octavo.conversion.fuse import fuse as fuse_structures
 from octavo.conversion.fuse import unfuse
 from octavo.conversion.fused import kind_of
 from octavo.conversion.selection import Candidate, candidates, checked_selection, unmatched_patterns
+from octavo.conversion.siblings import siblings
 from octavo.inference.freeze_report import FreezeReport, LeftLayer
 from octavo.inference.freezing import freezes, frozen_form
 from octavo.inference.frozen_layer import FrozenLayer, check_input_scale
@@ -19,6 +21,7 @@ from octavo.inference.frozen_linear import FrozenLinear
 from octavo.inference.scheme import Scheme, scheme_named
 from octavo.modules import FP8LinearMixin, LayerNormMLP, LMHead, MLPPart
 from octavo.runtime.given_model import check_model
+from octavo.tensor import OperandState
 
 
 def freeze(
@@ -27,10 +30,12 @@ def freeze(
     *,
     input_scales: Mapping[str, float] | None = None,
     exclude: str | Iterable[str] = (),
+    fuse: bool = True,
 ) -> FreezeReport:
     """Replace every linear layer of `model` by its frozen form, in place -> the qualified names of those replaced.
 
-    They are a list that also knows what was left, and why (`report.left`), and prints as a table of both.
+    They are a list that also knows what was left, and why (`report.left`), what is computed as one
+    (`report.structures`), and prints as a table of all.
 
     `FrozenLinear` stands for an `nn.Linear`, an `octavo.Linear` and their kin, `FrozenLayerNormLinear`,
     `FrozenLayerNormMLP` and `FrozenGroupedLinear` for those layers of Octavo's, which are frozen as a whole; of
@@ -47,14 +52,18 @@ def freeze(
             those of experts `moe.expert0` and so on.
         exclude: regular expressions on qualified names of layers that stay as they are. A warning is given if one
             matches no linear layer, or if nothing is left to replace.
+        fuse: compute known MLPs as one, and have normalisations cast their output ahead for the frozen layers behind
+            them, as `octavo.convert` does. False calls every layer by itself.
 
     Raises:
         TypeError: the model is no module.
-        ValueError: an unknown scheme, no regular expression, a static scheme without a usable scale for some layer, a
-            pattern that excludes a part of a layer that is frozen as a whole, or a layer whose channels are smoothed
-            (`smooth_swiglu`). The model is unchanged then.
+        ValueError: an unknown scheme, no regular expression, no truth value, a static scheme without a usable scale
+            for some layer, a pattern that excludes a part of a layer that is frozen as a whole, or a layer whose
+            channels are smoothed (`smooth_swiglu`). The model is unchanged then.
     """
     check_model(model, "octavo.inference.freeze")
+    if not isinstance(fuse, bool):
+        raise ValueError(f"fuse is {fuse!r}: it must be True or False")
     chosen = scheme_named(scheme)
     scales = _checked_scales(chosen, input_scales)
     selection = checked_selection(None, exclude, "all")
@@ -72,14 +81,15 @@ def freeze(
         warnings.warn(f"octavo.inference.freeze: exclude pattern {pattern!r} matches no linear layer", stacklevel=2)
     if not layers:
         warnings.warn(f"octavo.inference.freeze replaced nothing: {_why_none(left)}", stacklevel=2)
-    report = FreezeReport([(layer.name, layer.kind) for layer in layers], left, scheme)
     frozen = {id(layer.module): _frozen(layer, chosen, scales) for layer in layers}
     # What ran as one with a layer that goes, runs by itself again.
     for remark in unfuse(model):
         warnings.warn(f"octavo.inference.freeze: {remark}", stacklevel=2)
     _replace(model, frozen)
     _leave_fast_path(model)
-    return report
+    _share_inputs(model)
+    structures = fuse_structures(model, set(), _unfused_reason(chosen, fuse))
+    return FreezeReport([(layer.name, layer.kind) for layer in layers], left, scheme, structures)
 
 
 class _Layer(NamedTuple):
@@ -199,6 +209,22 @@ def _replace(model: nn.Module, frozen: dict[int, FrozenLayer]) -> None:
         for name, child in parent._modules.items():
             if child is not None and id(child) in frozen:
                 parent._modules[name] = frozen[id(child)]
+
+
+def _unfused_reason(scheme: Scheme, fuse: bool) -> str:
+    """Why nothing is computed as one; empty if it can be."""
+    if not fuse:
+        return "fuse=False"
+    return f"products of scheme {scheme.name!r} are emulated" if scheme.weight.columns is not None else ""
+
+
+def _share_inputs(model: nn.Module) -> None:
+    """Have the layers that always run on one input know of each other."""
+    for group in siblings(model, FrozenLinear):
+        shared = OperandState()
+        shared.shared = True
+        for layer in group.values():
+            layer.input_group = shared
 
 
 def _leave_fast_path(model: nn.Module) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from octavo.conversion.report import StructureReport, structure_lines
+
 
 class LeftLayer(NamedTuple):
     """A linear layer that stays as it is.
@@ -27,15 +29,23 @@ class FreezeReport(list[str]):
         frozen: (name, class that the layer had) of each.
         left: linear layers that stay as they are.
         scheme: of the frozen ones.
+        structures: MLPs and normalisations that were looked at.
 
     Attributes:
         left: linear layers that stay as they are, each with its reason.
+        structures: MLPs and normalisations, in the order of the model: whether each is computed as one, or why not.
     """
 
-    def __init__(self, frozen: Iterable[tuple[str, str]], left: Iterable[LeftLayer], scheme: str) -> None:
+    def __init__(
+        self,
+        frozen: Iterable[tuple[str, str]],
+        left: Iterable[LeftLayer],
+        scheme: str,
+        structures: Iterable[StructureReport] = (),
+    ) -> None:
         kinds = dict(frozen)
         super().__init__(kinds)
-        self.left, self.scheme = tuple(left), scheme
+        self.left, self.scheme, self.structures = tuple(left), scheme, tuple(structures)
         self._kinds = kinds
 
     def __str__(self) -> str:
@@ -46,4 +56,5 @@ class FreezeReport(list[str]):
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))
         lines.append(f"{len(self)} of {len(self) + len(self.left)} layers frozen.")
+        lines += structure_lines(self.structures)
         return "\n".join(lines)

@@ -17,8 +17,9 @@ from torch import Tensor
 from octavo.functional.grouped_linear import GroupedCall, bounds_of, grouped_linear
 from octavo.functional.grouped_on_device import DeviceCall, grouped_linear_on_device, unsupported_reasons
 from octavo.functional.grouped_sizes import check_size_tensor, sizes_on_host
-from octavo.inference.frozen_layer import FrozenLayer, Product, refusing_gradient
+from octavo.inference.frozen_layer import FrozenLayer, Product
 from octavo.inference.scheme import Scheme
+from octavo.modules.fixed_product import refusing_gradient
 from octavo.modules.given_input import check_input
 from octavo.modules.layernorm_linear import fp8_dtype
 

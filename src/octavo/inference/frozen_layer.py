@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.formats import E4M3
+from octavo.inference.known_scales import KnownScales
 from octavo.inference.scheme import Scheme
 from octavo.kernels import pad_matrix, pad_row_scale
 from octavo.recipes import Accumulate
@@ -64,14 +65,17 @@ class FrozenLayer(nn.Module):
 
     Attributes:
         layer_name: qualified name in the model that was frozen, for `octavo.count_gemms`.
+        input_group: one for layers that always run on one input; None of a layer that has no such.
     """
 
     layer_name: str | None = None
+    input_group: OperandState | None = None
 
     def __init__(self, scheme: Scheme, products: tuple[Product, ...]) -> None:
         super().__init__()
         self.scheme, self.products = scheme, products
         self.kept_states = tuple(OperandState() for _ in products)
+        self._known_scales = KnownScales()
 
     def hold(self, product: Product, weight: Tensor, bias: Tensor | None, input_scale: float | None) -> None:
         """Give the layer codes of a weight [N, K], a copy of its bias, and the scale of its input if it is static."""
@@ -84,6 +88,8 @@ class FrozenLayer(nn.Module):
         self.register_buffer(product.bias, None if bias is None else bias.detach().clone())
         given = torch.tensor(input_scale, dtype=torch.float32, device=weight.device) if self.scheme.static else None
         self.register_buffer(product.input_scale, given)
+        if given is not None and input_scale is not None:
+            self._known_scales.note(product.input_scale, given, input_scale)
 
     def hold_copy(self, name: str, value: Tensor | None) -> None:
         """Give the layer a copy of a parameter that stays as it is."""
@@ -101,17 +107,30 @@ class FrozenLayer(nn.Module):
             number: of the product.
             part: what its name adds to the layer's, for `octavo.count_gemms`.
         """
-        state, given = self.kept_states[number], self._buffers[self.products[number].input_scale]
+        scale_name = self.products[number].input_scale
+        state, given, traced = self.kept_states[number], self._buffers[scale_name], torch.compiler.is_compiling()
         quantizer: Quantizer
         if given is None:
             quantizer = _MEASURED[self.scheme.activation.name]
         else:
-            quantizer = DelayedQuantizer(_GIVEN, state, gather=False, from_data=False, scale=given)
-        traced = torch.compiler.is_compiling()
+            alike = None if traced else self._known_scales.text(scale_name, given)
+            quantizer = DelayedQuantizer(_GIVEN, state, gather=False, from_data=False, scale=given, alike=alike)
         name, counter = ("", None) if traced else (f"{self.shown_name}{part}", current_count())
         # There is no backward, and the codes of the weight are given.
         return LinearPlan(
-            quantizer, quantizer, quantizer, _SUMS, True, True, False, _GIVEN, _GIVEN, state, name, counter
+            quantizer,
+            quantizer,
+            quantizer,
+            _SUMS,
+            True,
+            True,
+            False,
+            _GIVEN,
+            _GIVEN,
+            state,
+            name,
+            counter,
+            self.input_group,
         )
 
     @property
@@ -153,17 +172,22 @@ class FrozenLayer(nn.Module):
             out = nn.functional.linear(q.dequantize(inner), w).float()
         return (out if bias is None else out + bias.float()).to(dtype)
 
+    def _given_scales(self) -> dict[str, Tensor | None]:
+        return {product.input_scale: self._buffers.get(product.input_scale) for product in self.products}
+
     def _keeps_dtype(self, name: str) -> bool:
         return any(name in (p.weight, p.weight_scale, p.input_scale) for p in self.products)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """To another device; another dtype is for biases and parameters of a norm alone."""
         before = {name: tensor for name, tensor in self._buffers.items() if tensor is not None}
+        known = self._known_scales.texts(self._given_scales())
         result = super()._apply(fn, recurse)
         for name, tensor in before.items():
             after = self._buffers[name]
             if after is not None and self._keeps_dtype(name) and after.dtype != tensor.dtype:
                 self._buffers[name] = tensor.to(after.device)
+        self._known_scales.follow(self._given_scales(), known)
         return result
 
     def _load_from_state_dict(
@@ -189,23 +213,20 @@ class FrozenLayer(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        for name, scale in self._given_scales().items():
+            if scale is not None and prefix + name in state_dict:
+                self._known_scales.read(name, scale)
 
     def __getstate__(self) -> dict[str, Any]:
         # Plain pickle does not know the storages of float8: bytes travel as bytes, each with its dtype.
         stored = {name: _stored(buffer) for name, buffer in self._buffers.items()}
-        return {**self.__dict__, "_buffers": stored}
+        known = self._known_scales.texts(self._given_scales())
+        return {**self.__dict__, "_buffers": stored, "_known_scales": known}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         buffers = {name: None if one is None else one[0].view(one[1]) for name, one in state["_buffers"].items()}
-        super().__setstate__({**state, "_buffers": buffers})
-
-
-def refusing_gradient(input: Tensor, out: Tensor) -> Tensor:
-    """An output that says so when a gradient is asked of it, rather than be a constant without a word."""
-    if torch.is_grad_enabled() and input.requires_grad and not torch.compiler.is_compiling():
-        refused: Tensor = _NoGradient.apply(input, out)
-        return refused
-    return out
+        super().__setstate__({**state, "_buffers": buffers, "_known_scales": KnownScales()})
+        self._known_scales.follow(self._given_scales(), state.get("_known_scales", {}))
 
 
 def check_input_scale(scale: float | None, whose: str = "") -> None:
@@ -220,18 +241,3 @@ def _stored(buffer: Tensor | None) -> tuple[Tensor, torch.dtype] | None:
     if buffer is None:
         return None
     return buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer, buffer.dtype
-
-
-class _NoGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, out: Tensor) -> Tensor:
-        # Not known as a view of `out`, which could not be changed in place by what follows.
-        same: Tensor = torch.ops.aten._unsafe_view.default(out, out.shape)
-        return same
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        raise RuntimeError(
-            "a frozen layer passes no gradient: train with octavo.convert, and freeze afterwards; or run it under"
-            " torch.no_grad()"
-        )

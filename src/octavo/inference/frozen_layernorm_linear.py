@@ -16,8 +16,9 @@ from torch import Tensor
 
 from octavo.functional import NormLinear, norm_linear
 from octavo.functional.shared_input import as_rows
-from octavo.inference.frozen_layer import FrozenLayer, Product, refusing_gradient
+from octavo.inference.frozen_layer import FrozenLayer, Product
 from octavo.inference.scheme import Scheme
+from octavo.modules.fixed_product import refusing_gradient
 from octavo.modules.given_input import check_input
 from octavo.modules.layernorm_linear import NormalisedInput, fp8_dtype
 

@@ -13,28 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.formats import E4M3
-from octavo.inference.frozen_layer import FrozenLayer, Product, refusing_gradient
+from octavo.functional.shared_input import as_rows, quantize_input
+from octavo.inference.frozen_layer import FrozenLayer, Product
 from octavo.inference.scheme import Scheme
-from octavo.kernels import (
-    ScaleRule,
-    amax,
-    cast_transpose,
-    pad_matrix,
-    pad_row_scale,
-    padded,
-    partial_amax,
-    runs_natively,
-)
-from octavo.kernels import scaled_mm as product
+from octavo.kernels import pad_matrix, padded, runs_natively, scaled_mm
+from octavo.modules.fixed_product import FixedProduct, LayerProduct, refusing_gradient
 from octavo.modules.given_input import check_input
-from octavo.scaling import TENSOR
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BUFFERS = Product.prefixed("")
 
 
-class FrozenLinear(FrozenLayer):
+class FrozenLinear(FrozenLayer, FixedProduct):
     """FP8 weight, FP8 activations, no training.
 
     Args:
@@ -60,6 +50,11 @@ class FrozenLinear(FrozenLayer):
         codes = self._padded_weight()
         return not self.is_blockwise and runs_natively(codes, codes)
 
+    @property
+    def is_plain(self) -> bool:
+        """As `FixedProduct.is_plain`."""
+        return type(self).forward is FrozenLinear.forward
+
     def forward(self, input: Tensor, *, cached_weight: Any = None) -> Tensor:
         """y [..., N] of x [..., K], in x's dtype, or in that of torch.autocast.
 
@@ -72,8 +67,7 @@ class FrozenLinear(FrozenLayer):
         """
         dtype = self._checked_dtype(input)
         with torch.no_grad():
-            rows = input.reshape(input.shape[:-1].numel(), self.in_features)
-            out = self.blockwise(0, rows, dtype) if self.is_blockwise else self._scaled(rows, dtype)
+            out = self.blockwise(0, as_rows(input), dtype) if self.is_blockwise else self._scaled(input, dtype)
             out = out.reshape(*input.shape[:-1], self.out_features)
         return refusing_gradient(input, out)
 
@@ -86,24 +80,23 @@ class FrozenLinear(FrozenLayer):
             raise ValueError(f"input has dtype {dtype}: a frozen layer takes float32, bfloat16 or float16")
         return dtype
 
-    def _scaled(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """One scale a tensor, or one a row of each."""
-        granularity = self.scheme.activation
-        source, rule = self.input_scale, None
-        if source is None:
-            source = partial_amax(x) if granularity is TENSOR else amax(x, granularity)
-            rule = ScaleRule(power_of_two=self.scheme.power_of_two)
-        codes, scale = cast_transpose(x, E4M3, source, None, rule=rule)[:2]
-        assert codes is not None, "the row-wise layout was asked for"
-        assert scale is not None, "codes come with their scale"
+    def _scaled(self, input: Tensor, dtype: torch.dtype) -> Tensor:
+        """One scale a tensor, or one a row of each; codes that another layer made of this input are taken."""
+        codes, scale = quantize_input(input, self.plan(0), input.dtype, False).row_wise
+        weight, weight_scale = self.operand(0).row_wise
         bias = self.bias
         if bias is not None and padded(self.out_features) != self.out_features:
             bias = nn.functional.pad(bias, (0, padded(self.out_features) - self.out_features))
-        weight, weight_scale = self._padded_weight(), pad_row_scale(self.weight_scale)
         if not torch.compiler.is_compiling():
             self.count(self.shown_name, "fp8" if runs_natively(codes, weight, scale) else "fp8 emulated")
-        out = product(codes, weight, scale, weight_scale, bias, dtype, "fast")
-        return out[: x.shape[0], : self.out_features]
+        out = scaled_mm(codes, weight, scale, weight_scale, bias, dtype, "fast")
+        return out[: input.shape[:-1].numel(), : self.out_features]
+
+    def product(self, dtype: torch.dtype) -> LayerProduct | None:
+        """As `FixedProduct.product`; a bias that is wider or narrower than the output only the layer itself adds."""
+        if self.is_blockwise or (self.bias is not None and self.bias.dtype != dtype):
+            return None
+        return LayerProduct(self.plan(0), self.codes(0), self.bias, self.operand(0))
 
     def _padded_weight(self) -> Tensor:
         return pad_matrix(self.weight.view(torch.uint8)).view(self.weight.dtype)

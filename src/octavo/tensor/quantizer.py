@@ -144,6 +144,7 @@ class DelayedQuantizer:
         from_data: measure the scale.
         scale: [], taken instead of the state's.
         used: told the scale of each cast.
+        alike: stands for all that cast with a `scale` of this value; None: none but those of the same state do.
     """
 
     def __init__(
@@ -155,6 +156,7 @@ class DelayedQuantizer:
         from_data: bool,
         scale: Tensor | None = None,
         used: UsedScale | None = None,
+        alike: object | None = None,
     ) -> None:
         self.spec = spec
         self.state = state
@@ -162,11 +164,14 @@ class DelayedQuantizer:
         self.from_data = from_data
         self.fixed = scale
         self.used = used
+        self.alike = alike
         self._format_max = spec.format.max
         self._stochastic = spec.rounding == "stochastic"
 
     def origin(self) -> tuple[object, ...] | None:
         """As `StatelessQuantizer.origin`; the amax has been gathered in the same state, if it is."""
+        if self.alike is not None:
+            return self.spec.format, self.spec.inf_to_nan, self.alike
         if not self.state.shared:
             return None
         scale = self.state.scale if self.fixed is None else self.fixed

@@ -185,11 +185,11 @@ def test_a_layer_excluded_from_a_second_conversion_stays_fused_as_it_stays_conve
     assert len(octavo.convert(model, exclude="down_proj").fused) == 4
 
 
-def test_what_is_frozen_runs_by_itself() -> None:
+def test_what_is_frozen_runs_by_itself_if_it_is_to() -> None:
     from octavo.inference import freeze
 
     model: Any = llama()
     octavo.convert(model)
-    freeze(model, "row", exclude="lm_head")
+    freeze(model, "row", exclude="lm_head", fuse=False)
     assert type(model.model.layers[0].mlp).__name__ == "LlamaMLP"
     assert FOLLOWERS not in model.model.layers[0].input_layernorm.__dict__

@@ -81,7 +81,7 @@ def convert(
     converted = {id(layer.module) for layer, row in zip(found, rows, strict=True) if row.converted}
     remarks = [] if dry_run else leave_fast_path(model, converted) + _shared_inputs(model)
     remarks += elsewhere_remarks(found, converted, selection, chosen)
-    structures = fuse_structures(model, converted, "" if fuse else "fuse=False", dry_run)
+    structures = fuse_structures(model, converted, fuse, dry_run)
     structures += fuse_losses(model, fuse, dry_run) if converted else []
     report = ConversionReport(
         tuple(rows),

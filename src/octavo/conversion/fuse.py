@@ -42,19 +42,20 @@ class _Found(NamedTuple):
     reason: str
 
 
-def fuse(model: nn.Module, converted: set[int], unwanted: str = "", dry_run: bool = False) -> list[StructureReport]:
+def fuse(model: nn.Module, converted: set[int], wanted: bool = True, dry_run: bool = False) -> list[StructureReport]:
     """Have the known structures of a model run as one.
 
     Args:
         model: converted.
         converted: ids of the linear layers that are in FP8, or would be; frozen ones are anyway.
-        unwanted: a reason turns structures back into what they were, and is given for all of them.
+        wanted: False turns structures back into what they were, and says so.
         dry_run: change nothing.
     """
     every = list(_found(model))
     rows = []
     for found in every:
-        rows.append(_report(found, found.reason or unwanted or _layer_reason(found, converted)))
+        reason = found.reason or ("" if wanted else "fuse=False")
+        rows.append(_report(found, reason or _layer_reason(found, converted)))
     if dry_run:
         return rows
     # A normalisation that stands in several places is changed for those that want it.
@@ -125,7 +126,7 @@ def _layer_reason(found: _Found, converted: set[int]) -> str:
             return f"a hook listens to {'.'.join(path)}, or its forward was replaced"
     for path in structure.layers:
         if not _is_in_fp8(part(module, path), converted):
-            return f"{'.'.join(path)} stays in high precision"
+            return f"{'.'.join(path)} {_what_it_does(part(module, path))}"
     if len({isinstance(part(module, path), FixedProduct) for path in structure.layers}) > 1:
         return "some layers are frozen, and others are not"
     if activation_name(part(module, structure.activation)) is None:
@@ -143,12 +144,19 @@ def _is_in_fp8(layer: Any, converted: set[int]) -> bool:
     return id(layer) in converted or (isinstance(layer, FixedProduct) and runs_plainly(layer))
 
 
+def _what_it_does(layer: Any) -> str:
+    """Of a layer that is not in FP8, or whose product nobody else can compute."""
+    return "computes its product by itself" if isinstance(layer, FixedProduct) else "stays in high precision"
+
+
 def _norm_reason(module: nn.Module, structure: NormStructure, converted: set[int]) -> str:
     norm = part(module, structure.norm)
     if known_norm(norm, _class_before(norm)) is None:
         return f"the normalisation {_class_before(norm).__name__} is not known"
     if not any(_is_in_fp8(layer, converted) for _, layer in _followers(module, structure)):
-        return f"what follows ({', '.join(path[-1] for path in structure.followers)}) stays in high precision"
+        followers = _followers(module, structure)
+        does = _what_it_does(followers[0][1] if followers else None)
+        return f"what follows ({', '.join(path[-1] for path in structure.followers)}) {does}"
     return ""
 
 

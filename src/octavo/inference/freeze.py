@@ -34,8 +34,7 @@ def freeze(
 ) -> FreezeReport:
     """Replace every linear layer of `model` by its frozen form, in place -> the qualified names of those replaced.
 
-    They are a list that also knows what was left, and why (`report.left`), what is computed as one
-    (`report.structures`), and prints as a table of all.
+    The list also knows what was left (`report.left`) and what runs as one (`report.structures`); it prints as a table.
 
     `FrozenLinear` stands for an `nn.Linear`, an `octavo.Linear` and their kin, `FrozenLayerNormLinear`,
     `FrozenLayerNormMLP` and `FrozenGroupedLinear` for those layers of Octavo's, which are frozen as a whole; of
@@ -52,8 +51,7 @@ def freeze(
             those of experts `moe.expert0` and so on.
         exclude: regular expressions on qualified names of layers that stay as they are. A warning is given if one
             matches no linear layer, or if nothing is left to replace.
-        fuse: compute known MLPs as one, and have normalisations cast their output ahead for the frozen layers behind
-            them, as `octavo.convert` does. False calls every layer by itself.
+        fuse: compute known MLPs as one, and have normalisations cast ahead for frozen layers, as `octavo.convert` does.
 
     Raises:
         TypeError: the model is no module.
@@ -62,16 +60,12 @@ def freeze(
             channels are smoothed (`smooth_swiglu`). The model is unchanged then.
     """
     check_model(model, "octavo.inference.freeze")
-    if not isinstance(fuse, bool):
-        raise ValueError(f"fuse is {fuse!r}: it must be True or False")
     chosen = scheme_named(scheme)
     scales = _checked_scales(chosen, input_scales)
+    _check_fuse(fuse)
     selection = checked_selection(None, exclude, "all")
     found = candidates(model, selection)
-    tied = _tied(model)
-    reasons = [(layer, _reasons(layer, tied)) for layer in _whole_layers(found)]
-    layers = [layer for layer, why in reasons if not why]
-    left = [LeftLayer(layer.name, layer.kind, "; ".join(dict.fromkeys(why))) for layer, why in reasons if why]
+    layers, left = _sorted_out(_whole_layers(found), _tied(model))
     if any(layer.name == "" for layer in layers):
         raise ValueError("the model is itself a linear layer: put it into a module, such as nn.Sequential")
     for layer in layers:
@@ -88,7 +82,7 @@ def freeze(
     _replace(model, frozen)
     _leave_fast_path(model)
     _share_inputs(model)
-    structures = fuse_structures(model, set(), _unfused_reason(chosen, fuse))
+    structures = fuse_structures(model, set(), fuse)
     return FreezeReport([(layer.name, layer.kind) for layer in layers], left, scheme, structures)
 
 
@@ -114,6 +108,18 @@ def _whole_layers(found: list[Candidate]) -> list[_Layer]:
             module, name = module.owner, name.rpartition(".")[0]
         layers.setdefault(id(module), _Layer(name, module, [])).parts.append(candidate)
     return list(layers.values())
+
+
+def _sorted_out(layers: list[_Layer], tied: set[int]) -> tuple[list[_Layer], list[LeftLayer]]:
+    """Those that are replaced, and those that are left."""
+    reasons = [(layer, list(dict.fromkeys(_reasons(layer, tied)))) for layer in layers]
+    left = [LeftLayer(layer.name, layer.kind, "; ".join(why)) for layer, why in reasons if why]
+    return [layer for layer, why in reasons if not why], left
+
+
+def _check_fuse(fuse: bool) -> None:
+    if not isinstance(fuse, bool):
+        raise ValueError(f"fuse is {fuse!r}: it must be True or False")
 
 
 def _checked_scales(scheme: Scheme, scales: Mapping[str, float] | None) -> dict[str, float]:
@@ -209,13 +215,6 @@ def _replace(model: nn.Module, frozen: dict[int, FrozenLayer]) -> None:
         for name, child in parent._modules.items():
             if child is not None and id(child) in frozen:
                 parent._modules[name] = frozen[id(child)]
-
-
-def _unfused_reason(scheme: Scheme, fuse: bool) -> str:
-    """Why nothing is computed as one; empty if it can be."""
-    if not fuse:
-        return "fuse=False"
-    return f"products of scheme {scheme.name!r} are emulated" if scheme.weight.columns is not None else ""
 
 
 def _share_inputs(model: nn.Module) -> None:

@@ -52,8 +52,8 @@ class FrozenLinear(FrozenLayer, FixedProduct):
 
     @property
     def is_plain(self) -> bool:
-        """As `FixedProduct.is_plain`."""
-        return type(self).forward is FrozenLinear.forward
+        """As `FixedProduct.is_plain`; a product by blocks is emulated, which others do not do for it."""
+        return type(self).forward is FrozenLinear.forward and not self.is_blockwise
 
     def forward(self, input: Tensor, *, cached_weight: Any = None) -> Tensor:
         """y [..., N] of x [..., K], in x's dtype, or in that of torch.autocast.
@@ -94,7 +94,7 @@ class FrozenLinear(FrozenLayer, FixedProduct):
 
     def product(self, dtype: torch.dtype) -> LayerProduct | None:
         """As `FixedProduct.product`; a bias that is wider or narrower than the output only the layer itself adds."""
-        if self.is_blockwise or (self.bias is not None and self.bias.dtype != dtype):
+        if self.bias is not None and self.bias.dtype != dtype:
             return None
         return LayerProduct(self.plan(0), self.codes(0), self.bias, self.operand(0))
 

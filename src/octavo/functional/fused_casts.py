@@ -2,7 +2,8 @@
 
     known scale (delayed after the first batch, static)   one kernel: the result exists as codes alone
     one scale measured from the result (current)          one kernel for the result and its amax, one cast
-    any other (by row, by block, stochastic, observed)    the result, then the quantizer
+    a scale a row measured, row-wise codes alone          one kernel, which has the row at hand
+    any other (by block, stochastic, observed)            the result, then the quantizer
 
 The result is rounded to the dtype of the layer before it is scaled, as a separate layer would have handed it on. So all
 three give the bits of the separate layers, and gather their amaxes.
@@ -19,7 +20,9 @@ from octavo.functional.products import Gradient, Needs, all_fp8, fp8_layouts, qu
 from octavo.kernels import cast_transpose
 from octavo.kernels.activation_backward_cast import activation_backward_cast, activation_backward_output
 from octavo.kernels.activation_cast import activation_cast, activation_output
+from octavo.kernels.activations import PLAIN
 from octavo.kernels.norm_cast import Norm, norm_cast, norm_output
+from octavo.kernels.row_cast import gated_row_cast, norm_row_cast
 from octavo.runtime import LinearPlan
 from octavo.scaling import TENSOR
 from octavo.tensor import CurrentQuantizer, DelayedQuantizer, Operand, Quantizer, QuantizeSpec, StaticQuantizer
@@ -69,6 +72,13 @@ def cast_normalised(
         columnwise: both layouts.
         return_rows: the result in high precision is wanted too.
     """
+    rows_of = None if columnwise else measuring_rows(quantizer)
+    if rows_of is not None:
+        spec = rows_of.spec
+        codes, scale, rows, mean, rstd = norm_row_cast(
+            x, norm, weight, bias, spec.format, spec.rule, return_output=return_rows
+        )
+        return Normalised(Operand(codes, scale, None, None), rows, mean, rstd)
     known = known_scale(quantizer, x)
     if known is None:
         output, amaxes, mean, rstd = norm_output(x, norm, weight, bias)
@@ -112,6 +122,10 @@ def cast_activated(
             returned.
     """
     # There is no kernel for both.
+    rows_of = None if columnwise or return_rows or not rowwise or channels is not None else measuring_rows(quantizer)
+    if rows_of is not None and activation in PLAIN:
+        cast = gated_row_cast(z, None, activation, rows_of.spec.format, rows_of.spec.rule, through=dtype)
+        return Activated(Operand(*cast, None, None), None)
     known = None if return_rows else known_scale(quantizer, z)
     if known is None and channels is not None and return_rows:
         output = activation_output(z, activation, dtype).output
@@ -211,6 +225,11 @@ def known_scale(quantizer: Quantizer, x: Tensor) -> _Known | None:
         # An update will write to it, and a backward may want it after that.
         scale = scale.clone()
     return _Known(quantizer.spec, scale, state.gathered if quantizer.gather else None)
+
+
+def measuring_rows(quantizer: Quantizer) -> CurrentQuantizer | None:
+    """A quantizer that measures a scale of each row, which the kernel that makes the row can do as well."""
+    return quantizer if isinstance(quantizer, CurrentQuantizer) and quantizer.measures_rows else None
 
 
 def note_cast(quantizer: Quantizer, known: _Known, operand: Operand, x: Tensor) -> None:

@@ -12,10 +12,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.functional.fused_casts import Activated, known_scale, measured_gradient, note_cast, quantized
+from octavo.functional.fused_casts import (
+    Activated,
+    known_scale,
+    measured_gradient,
+    measuring_rows,
+    note_cast,
+    quantized,
+)
 from octavo.functional.products import Gradient, Needs, all_fp8
 from octavo.kernels.gated_backward_cast import gated_backward_cast, gated_backward_output
 from octavo.kernels.gated_cast import gated_cast, gated_output
+from octavo.kernels.row_cast import gated_row_cast
 from octavo.runtime import LinearPlan
 from octavo.tensor import Operand, Quantizer
 
@@ -43,6 +51,10 @@ def cast_gated(
         return_rows: the result in high precision is wanted too.
     """
     # There is no kernel for both.
+    rows_of = None if columnwise or return_rows or not rowwise else measuring_rows(quantizer)
+    if rows_of is not None:
+        cast = gated_row_cast(gate, up, activation, rows_of.spec.format, rows_of.spec.rule, through=dtype)
+        return Activated(Operand(*cast, None, None), None)
     known = None if return_rows else known_scale(quantizer, gate)
     if known is None:
         output, amaxes = gated_output(gate, up, activation, dtype)

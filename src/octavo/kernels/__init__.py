@@ -6,6 +6,7 @@ from octavo.kernels.cast_transpose import CastOutput, ScaleRule, cast_transpose
 from octavo.kernels.delayed_update import delayed_update, delayed_update_in_place
 from octavo.kernels.emulation import Emulation, current_emulation, emulation
 from octavo.kernels.layout import ALIGNMENT, SCALE_ALIGNMENT, pad_matrix, pad_row_scale, padded
+from octavo.kernels.row_cast import row_cast
 from octavo.kernels.scaled_mm import Accumulation, runs_natively, scaled_mm
 from octavo.kernels.stochastic_cast import stochastic_cast
 
@@ -31,6 +32,7 @@ __all__ = [
     "pad_row_scale",
     "padded",
     "partial_amax",
+    "row_cast",
     "runs_natively",
     "scaled_mm",
     "stochastic_cast",

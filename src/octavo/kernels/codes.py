@@ -16,6 +16,27 @@ CODE_DTYPES = {E4M3.name: tl.float8e4nv, E5M2.name: tl.float8e5}
 
 
 @triton.jit
+def multiplier_of_amax(
+    amax,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """The multiplier that comes from an amax by the rule of `octavo.scaling.rules`."""
+    raised = tl.where(amax < EPSILON, EPSILON, amax)
+    m = tl.div_rn(tl.full(raised.shape, FORMAT_MAX, tl.float32), raised)
+    m = tl.where(raised == 0.0, 1.0, m)
+    m = tl.where(m < SMALLEST, SMALLEST, m)
+    m = tl.where(m > LARGEST, LARGEST, m)
+    if POWER_OF_TWO:
+        # Without its fraction, a normal float32 is the power of two below.
+        m = (m.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
+    return m
+
+
+@triton.jit
 def multiplier_and_scale(
     source,
     index,
@@ -42,14 +63,7 @@ def multiplier_and_scale(
     else:
         given = tl.load(source)
     if FROM_AMAX:
-        raised = tl.where(given < EPSILON, EPSILON, given)
-        m = tl.div_rn(tl.full(raised.shape, FORMAT_MAX, tl.float32), raised)
-        m = tl.where(raised == 0.0, 1.0, m)
-        m = tl.where(m < SMALLEST, SMALLEST, m)
-        m = tl.where(m > LARGEST, LARGEST, m)
-        if POWER_OF_TWO:
-            # Without its fraction, a normal float32 is the power of two below.
-            m = (m.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
+        m = multiplier_of_amax(given, EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
         scale = tl.div_rn(tl.full(m.shape, 1.0, tl.float32), m)
     else:
         scale = given

@@ -20,9 +20,10 @@ from octavo.kernels import (
     amax_by_row_and_column,
     cast_transpose,
     partial_amax,
+    row_cast,
     stochastic_cast,
 )
-from octavo.scaling import TENSOR
+from octavo.scaling import ROW, TENSOR
 from octavo.tensor import operand_state
 from octavo.tensor.operand_state import OperandState
 from octavo.tensor.spec import QuantizeSpec
@@ -77,11 +78,18 @@ class StatelessQuantizer(ABC):
 
 
 class CurrentQuantizer(StatelessQuantizer):
-    """Current ("just in time") scaling: one pass for the amax, one for the codes."""
+    """Current ("just in time") scaling: one pass for the amax, one for the codes; of rows alone, one for both."""
+
+    @property
+    def measures_rows(self) -> bool:
+        """True if the row-wise codes alone are those of `octavo.kernels.row_cast`."""
+        return self.spec.granularity is ROW and not self.spec.inf_to_nan
 
     def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
         """Codes of x [M, K] under scales measured from it."""
         spec = self.spec
+        if self.measures_rows and rowwise and not (columnwise or column_sum):
+            return Operand(*row_cast(x, spec.format, spec.rule), None, None)
         by_row: Tensor | None
         by_column: Tensor | None
         if spec.granularity is TENSOR:

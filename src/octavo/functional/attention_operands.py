@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3
-from octavo.tensor import quantize
+from octavo.tensor.quantize import quantize
 
 ATTENTION_BLOCK = (1, 128)
 

@@ -41,7 +41,7 @@ def counted_casts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, .
     """Shapes of the casts that are no part of a normalisation or of an activation."""
     shapes: list[tuple[int, ...]] = []
     with monkeypatch.context() as patched:
-        for name in ("cast_transpose",):
+        for name in ("cast_transpose", "row_cast"):
             real = getattr(quantizer, name)
 
             def counting(x: Tensor, *arguments: Any, real: Any = real, **options: Any) -> Any:
@@ -87,7 +87,7 @@ def test_the_bits_are_those_of_octavos_own_parts_called_one_by_one(name: str, sc
         assert torch.equal(logits(one), y)
 
 
-@pytest.mark.parametrize(("scheme", "casts"), [("tensor_static", 1), ("tensor_dynamic", 1)])
+@pytest.mark.parametrize(("scheme", "casts"), [("tensor_static", 1), ("tensor_dynamic", 1), ("row", 1)])
 @pytest.mark.parametrize("inference", [False, True])
 def test_one_cast_a_block_is_left(scheme: str, casts: int, inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of attention's output: all other inputs are cast by the normalisation or the activation that makes them."""
@@ -237,6 +237,19 @@ def test_a_frozen_mlp_compiles_in_one_graph(name: str, scheme: str) -> None:
     with torch.no_grad():
         expected = mlp(x)
         assert torch.equal(torch.compile(mlp, fullgraph=True, backend="aot_eager")(x), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", ["Llama", "ViT"])
+def test_a_frozen_model_compiles_in_one_graph(name: str, scheme: str) -> None:
+    """A normalisation is torch's there, with another last bit."""
+    model = frozen(MODELS[name](2), scheme)
+    options = {} if name == "ViT" else {"use_cache": False}
+    with torch.no_grad():
+        expected = model(**batch(model), **options).logits
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert torch.allclose(compiled(**batch(model), **options).logits, expected, rtol=0, atol=1e-4)
 
 
 def test_fuse_takes_a_truth_value() -> None:

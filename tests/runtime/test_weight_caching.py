@@ -198,3 +198,25 @@ def test_a_recompute_of_a_calibrating_layer_gathers_nothing() -> None:
     before = layer.delayed_state.input.gathered.clone()
     y.sum().backward()
     assert torch.equal(layer.delayed_state.input.gathered, before)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_calls_without_gradients_keep_the_codes_that_they_take(name: str, casts: list[int]) -> None:
+    """Of one layout; a call with gradients that follows makes both, which serve those without as well."""
+    model, x = converted(RECIPES[name]), torch.randn(8, 32)
+    layer = model[0]
+    with torch.no_grad():
+        expected = model(x)
+    with octavo.cached_weights():
+        for _ in range(2):
+            with torch.no_grad():
+                assert torch.equal(model(x), expected)
+        assert len(casts) == 2
+        assert layer._weight_cache.operand.codes_t is None
+        y = model(x)
+        y.sum().backward()
+        with torch.no_grad():
+            model(x)
+        assert len(casts) == 4
+        assert layer._weight_cache.operand.codes_t is not None
+    assert layer.weight.grad is not None

@@ -1,7 +1,8 @@
 """A model served in every hand: in 16 bits, by Octavo frozen or as converted, by torchao, by Transformer Engine.
 
-Frozen, weights are FP8 codes, and layers run one by one. A converted model is one as it stands after training: weights
-in BF16, cast in every call, so that only long prompts gain; norms and MLPs run as one with the casts behind them.
+Frozen, weights are FP8 codes. A converted model is one as it stands after training: weights in BF16, cast in every
+call, so that only long prompts gain. In both, norms and MLPs run as one with the casts behind them; the peers' layers
+run one by one.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from octavo.runtime import update_scales
 SCHEMES = {"rowwise": "row", "tensor_static": "tensor_static", "tensor_dynamic": "tensor_dynamic"}
 CONVERTED = "converted"
 # Bytes: 2 read, twice where a scale is measured, and 1 written.
-_MEASURED, _STATIC = Cost(activation=5, weight_bits=8), Cost(activation=3, weight_bits=8)
-_FUSED_DELAYED, _FUSED_ROWWISE = Cost(activation=1, weight=3), Cost(activation=1, weight=5)
+_MEASURED = Cost(activation=5, weight_bits=8)
+# What computes an activation writes its codes; or its values and their amax, which one cast then reads.
+_FUSED, _FUSED_MEASURED = Cost(activation=1, weight_bits=8), Cost(activation=3, weight_bits=8)
+_FUSED_CONVERTED = Cost(activation=1, weight=3)
 
 
 class Served(NamedTuple):
@@ -72,21 +75,23 @@ def serving_rivals(device: torch.device) -> list[ServingRival]:
     of, plain = ServingRival, Cost()
     return [
         of("bf16", "torch", "", "bf16", plain, _as_it_is),
-        of("octavo-rowwise", "octavo", "rowwise", "row", _MEASURED, _frozen("rowwise")),
-        of("octavo-tensor_static", "octavo", "tensor_static", "tensor", _STATIC, _frozen("tensor_static")),
+        of("octavo-rowwise", "octavo", "rowwise", "row", _FUSED, _frozen("rowwise")),
+        of("octavo-tensor_static", "octavo", "tensor_static", "tensor", _FUSED, _frozen("tensor_static")),
         of("fp16", "torch", "", "bf16", plain, _in_fp16),
         of(
             "octavo-delayed-converted",
             "octavo",
             "delayed",
             "tensor",
-            _FUSED_DELAYED,
+            _FUSED_CONVERTED,
             _converted("delayed"),
             None,
             False,
         ),
-        of("octavo-tensor_dynamic", "octavo", "tensor_dynamic", "tensor", _MEASURED, _frozen("tensor_dynamic")),
-        of("octavo-rowwise-converted", "octavo", "rowwise", "row", _FUSED_ROWWISE, _converted("rowwise"), None, False),
+        of("octavo-tensor_dynamic", "octavo", "tensor_dynamic", "tensor", _FUSED_MEASURED, _frozen("tensor_dynamic")),
+        of(
+            "octavo-rowwise-converted", "octavo", "rowwise", "row", _FUSED_CONVERTED, _converted("rowwise"), None, False
+        ),
         of("torchao-rowwise", "torchao", "rowwise", "row", _MEASURED, _torchao("rowwise"), torchao),
         of("torchao-tensorwise", "torchao", "tensorwise", "tensor", _MEASURED, _torchao("tensorwise"), torchao),
         of("te-current", "te", "current", "tensor", _MEASURED, _te("current"), te),

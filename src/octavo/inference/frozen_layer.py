@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from octavo.formats import E4M3
 from octavo.inference.known_scales import KnownScales
 from octavo.inference.scheme import Scheme
-from octavo.kernels import pad_matrix, pad_row_scale
+from octavo.kernels import ALIGNMENT, pad_matrix, pad_row_scale
 from octavo.recipes import Accumulate
 from octavo.runtime import LinearPlan
 from octavo.runtime.counting import current_count
@@ -142,7 +142,9 @@ class FrozenLayer(nn.Module):
         """The weight of one of the products, as they take it."""
         codes, scale = self.codes(number), self._buffers[self.products[number].weight_scale]
         assert scale is not None, "codes come with their scale"
-        return Operand(pad_matrix(codes.view(torch.uint8)).view(codes.dtype), pad_row_scale(scale), None, None)
+        if codes.shape[0] % ALIGNMENT or codes.shape[1] % ALIGNMENT:
+            codes = pad_matrix(codes.view(torch.uint8)).view(codes.dtype)
+        return Operand(codes, pad_row_scale(scale), None, None)
 
     def codes(self, number: int) -> Tensor:
         """Of the weight of one of the products, [N, K]."""

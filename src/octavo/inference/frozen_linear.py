@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.functional.products import unpadded
 from octavo.functional.shared_input import as_rows, quantize_input
 from octavo.inference.frozen_layer import FrozenLayer, Product
 from octavo.inference.scheme import Scheme
-from octavo.kernels import pad_matrix, padded, runs_natively, scaled_mm
+from octavo.kernels import padded, runs_natively, scaled_mm
 from octavo.modules.fixed_product import FixedProduct, LayerProduct, refusing_gradient
 from octavo.modules.given_input import check_input
 
@@ -47,7 +48,7 @@ class FrozenLinear(FrozenLayer, FixedProduct):
     @property
     def is_native(self) -> bool:
         """True if its product runs on FP8 units here."""
-        codes = self._padded_weight()
+        codes, _ = self.operand(0).row_wise
         return not self.is_blockwise and runs_natively(codes, codes)
 
     @property
@@ -90,16 +91,13 @@ class FrozenLinear(FrozenLayer, FixedProduct):
         if not torch.compiler.is_compiling():
             self.count(self.shown_name, "fp8" if runs_natively(codes, weight, scale) else "fp8 emulated")
         out = scaled_mm(codes, weight, scale, weight_scale, bias, dtype, "fast")
-        return out[: input.shape[:-1].numel(), : self.out_features]
+        return unpadded(out, input.shape[:-1].numel(), self.out_features, torch.compiler.is_compiling())
 
     def product(self, dtype: torch.dtype) -> LayerProduct | None:
         """As `FixedProduct.product`; a bias that is wider or narrower than the output only the layer itself adds."""
         if self.bias is not None and self.bias.dtype != dtype:
             return None
         return LayerProduct(self.plan(0), self.codes(0), self.bias, self.operand(0))
-
-    def _padded_weight(self) -> Tensor:
-        return pad_matrix(self.weight.view(torch.uint8)).view(self.weight.dtype)
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""

@@ -33,7 +33,7 @@ from octavo.runtime import (
     plan_linear,
     registered_states,
 )
-from octavo.runtime.autocast import in_backward
+from octavo.runtime.autocast import in_backward, trains
 from octavo.tensor import Operand, QuantizedTensor, QuantizeSpec, quantize
 
 CachedWeight = Literal["refresh", "reuse"]
@@ -140,10 +140,12 @@ class FP8LinearMixin(nn.Module):
             return None
         kept, gathers = self._weight_cache, getattr(plan.weight, "gather", False)
         specs = plan.weight_spec, plan.weight_spec_t
-        if mode == "refresh" or kept is None or not kept.holds(self.weight_parts(), specs):
+        # A call without gradients has no dgrad; one with them that follows makes the codes anew, in both layouts.
+        columnwise = trains()
+        if mode == "refresh" or kept is None or not kept.holds(self.weight_parts(), specs, columnwise):
             # Also under inference_mode: the next micro-batch may train.
             with torch.inference_mode(False), torch.no_grad():
-                operand = quantize_weight(weight, plan, True, True)
+                operand = quantize_weight(weight, plan, True, columnwise)
             kept = self._weight_cache = KeptWeight(self.weight_parts(), specs, operand, gathers)
         elif gathers and not kept.gathered:
             # Made by a call that gathers nothing, as those without gradients.
@@ -285,7 +287,7 @@ class _InitialValue:
 
 
 class KeptWeight:
-    """Codes of a weight in both layouts, and what they were made of.
+    """Codes of a weight, row-wise or in both layouts, and what they were made of.
 
     Args:
         parts: the parameters that make up the weight.
@@ -298,10 +300,14 @@ class KeptWeight:
         self.operand, self.gathered = operand, gathered
         self._parts, self._contents, self._specs = [weakref.ref(part) for part in parts], _contents(parts), specs
 
-    def holds(self, parts: list[Tensor], specs: Specs) -> bool:
-        """True if these parts are the same tensors with the same values. (Of inference_mode's nobody can know.)"""
+    def holds(self, parts: list[Tensor], specs: Specs, columnwise: bool) -> bool:
+        """True if these parts are the same tensors with the same values, and the layouts are there.
+
+        (Of tensors of inference_mode nobody can know.)
+        """
         return (
-            len(parts) == len(self._parts)
+            (self.operand.codes_t is not None or not columnwise)
+            and len(parts) == len(self._parts)
             and all(kept() is part and not part.is_inference() for kept, part in zip(self._parts, parts, strict=True))
             and self._specs == specs
             and self._contents == _contents(parts)

@@ -20,8 +20,8 @@ def cached_weights() -> Iterator[None]:
     """Context: each layer casts its weight in the first call, and keeps the codes until the context ends.
 
     For the micro-batches of one step, forward and backward. A weight that an optimizer or an operation in place changes
-    is cast anew; a write through `weight.data` leaves no trace and is not noticed, as under torch.autocast. Codes
-    take two bytes a parameter, in both layouts; one where calls compute no gradients. Compiled code casts in every call.
+    is cast anew; a write through `weight.data` leaves no trace and is not noticed, as under torch.autocast. Codes in
+    both layouts take two bytes a parameter; where no gradients are computed, one. Compiled code casts in every call.
     """
     users: weakref.WeakSet[Any] = weakref.WeakSet()
     _USERS.append(users)

@@ -41,6 +41,7 @@ def convert(
     include: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] | None = None,
     filter: LayerFilter = None,
+    high_precision_ends: int | tuple[int, int] = 0,
     fuse: bool = True,
     dry_run: bool = False,
 ) -> ConversionReport:
@@ -58,6 +59,9 @@ def convert(
         exclude: regular expressions; layers that one of them matches stay as they are.
         filter: None leaves out layers that FP8 would slow down on the device where they lie: move the model first.
             "all" takes them too; a function of (module, qualified name) decides by itself.
+        high_precision_ends: how many blocks stay as they are at each end of the model's lists of blocks, or (first,
+            last). Layers outside of those, such as the head, are not counted: `exclude` them. In a model without
+            blocks the linear layers are counted themselves.
         fuse: compute known MLPs as one, have normalisations cast their output ahead for the layers behind them, and, on
             a GPU, transformers' loss of tokens without float32 logits. False leaves all but linear layers as they are.
         dry_run: change nothing, only report.
@@ -68,14 +72,14 @@ def convert(
 
     Raises:
         TypeError: the model is no module.
-        ValueError: no recipe, no regular expression, no filter, or no truth value where one is expected.
+        ValueError: what is given is of no use: a recipe, a pattern, a filter, a flag, ends that are all of the model.
     """
     check_model(model, "octavo.convert")
     check_recipe(recipe)
     if not isinstance(fuse, bool):
         raise ValueError(f"fuse is {fuse!r}: it must be True or False")
     chosen = recipe or CurrentScaling()
-    selection = checked_selection(include, exclude, filter)
+    selection = checked_selection(include, exclude, filter, high_precision_ends)
     found = candidates(model, selection, chosen)
     rows = [_convert_layer(layer, chosen, dry_run) for layer in found]
     converted = {id(layer.module) for layer, row in zip(found, rows, strict=True) if row.converted}
@@ -83,14 +87,8 @@ def convert(
     remarks += elsewhere_remarks(found, converted, selection, chosen)
     structures = fuse_structures(model, converted, fuse, dry_run)
     structures += fuse_losses(model, fuse, dry_run) if converted else []
-    report = ConversionReport(
-        tuple(rows),
-        tuple(unmatched_patterns(found, selection, chosen)),
-        tuple(remarks),
-        dry_run,
-        _device(model),
-        tuple(structures),
-    )
+    unmatched = unmatched_patterns(found, selection, chosen)
+    report = ConversionReport(tuple(rows), tuple(unmatched), tuple(remarks), dry_run, _device(model), tuple(structures))
     for warning in report.warnings:
         warnings.warn(f"octavo.convert: {warning}", stacklevel=2)
     return report

@@ -10,6 +10,7 @@ from torch import nn
 
 from octavo.conversion.card import H200, Card
 from octavo.conversion.converted import is_conv1d
+from octavo.conversion.ends import NO_ENDS, Ends, checked_ends, end_reasons
 from octavo.conversion.gain import METHODS, Method, expected_gain, method_of
 from octavo.kernels.scaled_mm import device_reasons
 from octavo.modules import OUT_DTYPES, FP8LinearMixin
@@ -30,20 +31,24 @@ class Candidate(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Patterns and filter of one conversion."""
+    """Patterns and filter of one conversion, and how many blocks stay as they are at each end."""
 
     include: list[str]
     exclude: list[str]
     filter: LayerFilter
+    ends: Ends = NO_ENDS
 
 
 def checked_selection(
-    include: str | Iterable[str] | None, exclude: str | Iterable[str] | None, filter: LayerFilter
+    include: str | Iterable[str] | None,
+    exclude: str | Iterable[str] | None,
+    filter: LayerFilter,
+    ends: int | Ends = NO_ENDS,
 ) -> Selection:
-    """The user's patterns as lists; ValueError for what is no regular expression or no filter."""
+    """The user's patterns as lists; ValueError for what is no regular expression, no filter or no count."""
     if not (filter is None or filter == "all" or callable(filter)):
         raise ValueError(f"filter is {filter!r}: expected None, 'all', or a function of (module, name)")
-    return Selection(_patterns(include, "include"), _patterns(exclude, "exclude"), filter)
+    return Selection(_patterns(include, "include"), _patterns(exclude, "exclude"), filter, checked_ends(ends))
 
 
 def candidates(model: nn.Module, selection: Selection, recipe: Recipe | None = None) -> list[Candidate]:
@@ -63,14 +68,16 @@ def candidates(model: nn.Module, selection: Selection, recipe: Recipe | None = N
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, FP8LinearMixin)) or is_conv1d(module):
             out_features, in_features = _extents(module)
-            reasons = _structure_reasons(module, never_called)
-            if not reasons:
-                reasons = _choice_reasons(name, module, selection)
-            if not reasons and selection.filter is None:
-                own = None if recipe is None else recipe.for_layer(name)
-                if recipe is None or own is not None:  # a layer that its override keeps out has that reason
-                    reasons = _speed_reasons(module, in_features, out_features, own)
-            found.append(Candidate(name, module, in_features, out_features, reasons))
+            found.append(Candidate(name, module, in_features, out_features, _structure_reasons(module, never_called)))
+    free = [layer.name for layer in found if not layer.reasons]
+    at_ends = end_reasons(model, [layer.name for layer in found], free, selection.ends)
+    for name, module, in_features, out_features, reasons in found:
+        if not reasons:
+            reasons += _choice_reasons(name, module, selection) or at_ends.get(name, [])
+        if not reasons and selection.filter is None:
+            own = None if recipe is None else recipe.for_layer(name)
+            if recipe is None or own is not None:  # a layer that its override keeps out has that reason
+                reasons += _speed_reasons(module, in_features, out_features, own)
     return found
 
 

@@ -1,7 +1,7 @@
 """Octavo: FP8 training and inference of transformers in PyTorch."""
 
 from octavo import compat, distributed, inference, inspection, recipes
-from octavo.conversion import ConversionReport, convert, state_dict, unconvert
+from octavo.conversion import ConversionReport, convert, set_recipe, state_dict, unconvert
 from octavo.formats import E4M3, E5M2, E8M0, Format, cast, finfo
 from octavo.functional import cross_entropy, linear_cross_entropy, permute_tokens, unpermute_tokens
 from octavo.inference import calibrate
@@ -89,6 +89,7 @@ __all__ = [
     "quantized_init",
     "recipes",
     "scaled_mm",
+    "set_recipe",
     "state_dict",
     "unconvert",
     "unpermute_tokens",

@@ -49,6 +49,7 @@ class FP8LinearMixin(nn.Module):
         layer_name: qualified name in the converted model, for overrides and counts.
         delayed_state: amax histories and scales.
         observer: wraps the quantizers; None costs nothing.
+        takes_recipes: `octavo.set_recipe` has given it one, or none.
     """
 
     # Entries of a state dict that do not make the weight new.
@@ -57,6 +58,7 @@ class FP8LinearMixin(nn.Module):
     layer_name: str | None
     delayed_state: LayerState
     observer: Observer | None
+    takes_recipes: bool = False
     weight: Any  # a Parameter; a QuantizedTensor if it exists in FP8 alone
     bias: Any  # a Parameter or None
     _weight_cache: KeptWeight | None
@@ -76,6 +78,7 @@ class FP8LinearMixin(nn.Module):
         """Take away what `become_fp8` gave."""
         for name in ("recipe", "layer_name", "observer", "delayed_state", "_weight_cache"):
             del self.__dict__[name]
+        self.__dict__.pop("takes_recipes", None)
 
     def matrix(self) -> Tensor:
         """The weight as [out, in]."""

@@ -1,6 +1,6 @@
 """Octavo: FP8 training and inference of transformers in PyTorch."""
 
-from octavo import compat, distributed, inference, inspection, recipes
+from octavo import compat, distributed, inference, inspection, optim, recipes
 from octavo.conversion import ConversionReport, convert, set_recipe, state_dict, unconvert
 from octavo.formats import E4M3, E5M2, E8M0, Format, cast, finfo
 from octavo.functional import cross_entropy, linear_cross_entropy, permute_tokens, unpermute_tokens
@@ -26,6 +26,7 @@ from octavo.modules import (
     TransformerLayer,
     Unpadding,
 )
+from octavo.optim import predict_weight_scales
 from octavo.recipes import HYBRID
 from octavo.runtime import (
     autocast,
@@ -84,7 +85,9 @@ __all__ = [
     "is_supported",
     "linear_cross_entropy",
     "make_graphed_callables",
+    "optim",
     "permute_tokens",
+    "predict_weight_scales",
     "quantize",
     "quantized_init",
     "recipes",

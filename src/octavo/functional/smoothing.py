@@ -134,8 +134,10 @@ def smoothing_of(recipe: Recipe, plan: LinearPlan, observer: Observer | None, st
     if specs.input.granularity is TENSOR:
         made = _OF_INPUT[specs.input.format.name]
         of_input = made if observer is None else observer("input", made)
-    if specs.weight.scaling == "delayed":
-        measured = _OF_WEIGHT[specs.weight.format.name]
+    if specs.weight.granularity is TENSOR:
+        # Also where w2's own scale is predicted.
+        delayed = specs.weight.scaling == "delayed"
+        measured = _OF_WEIGHT[specs.weight.format.name] if delayed else CurrentQuantizer(specs.weight)
         of_weight = measured if observer is None else observer("weight", measured)
     return Smoothing(of_input, of_weight, state, specs.input.epsilon)
 

@@ -121,6 +121,8 @@ class FP8LinearMixin(nn.Module):
             return plan_linear(call, self.delayed_state, "", self.observer)
         if call.recipe.delayed is not None:
             self._notice_forgotten_update(weight)
+        if self.delayed_state.weight_bound is not None:
+            self.delayed_state.weight_bound.follow(self.weight_parts())
         return plan_linear(call, self.delayed_state, self.shown_name, self.observer)
 
     def _high_precision(self, x: Tensor, weight: Tensor, call: Call) -> Tensor:

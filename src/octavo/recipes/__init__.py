@@ -5,7 +5,17 @@ from octavo.recipes.current import CurrentScaling
 from octavo.recipes.custom import CustomRecipe
 from octavo.recipes.delayed import DelayedScaling
 from octavo.recipes.mxfp8 import MXFP8Scaling
-from octavo.recipes.recipe import HYBRID, Accumulate, DelayedUpdate, FormatPair, Gemm, OperandName, Recipe, check_recipe
+from octavo.recipes.recipe import (
+    HYBRID,
+    Accumulate,
+    DelayedUpdate,
+    FormatPair,
+    Gemm,
+    LinearSpecs,
+    OperandName,
+    Recipe,
+    check_recipe,
+)
 from octavo.recipes.rowwise import RowwiseScaling
 from octavo.recipes.static import StaticScaling
 from octavo.tensor import QuantizeSpec
@@ -20,6 +30,7 @@ __all__ = [
     "DelayedUpdate",
     "FormatPair",
     "Gemm",
+    "LinearSpecs",
     "MXFP8Scaling",
     "OperandName",
     "QuantizeSpec",

@@ -9,6 +9,7 @@ from octavo.runtime.layer_state import LayerState, registered_states, states_of
 from octavo.runtime.optimizer_steps import STALE_STEPS, optimizer_steps
 from octavo.runtime.plan import LinearPlan, Observer, plan_linear
 from octavo.runtime.update import Agreement, set_agreement, update_scales
+from octavo.runtime.weight_bound import WeightBound
 from octavo.runtime.weight_caching import cached_weights, caches_weights
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "LayerState",
     "LinearPlan",
     "Observer",
+    "WeightBound",
     "autocast",
     "cached_weights",
     "caches_weights",

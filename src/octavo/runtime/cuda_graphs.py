@@ -344,7 +344,7 @@ def _learn_scales(states: list[LayerState]) -> None:
         for operand in state.operands:
             operand.resize(state.update.amax_history_len)
         # A gradient's stays unknown where no backward comes by.
-        if state.input.from_data or state.weight.from_data:
+        if state.input.from_data or (state.weight.from_data and state.weight_bound is None):
             raise ValueError(
                 "the sample arguments tell no scale for a layer whose scales are not known yet: its input or its weight"
                 " is all zero, or it did not run. Give samples like the real data, or run a step first"

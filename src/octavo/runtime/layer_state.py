@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from octavo.recipes import DelayedUpdate, Recipe
 from octavo.recipes.recipe import OPERANDS
+from octavo.runtime.weight_bound import WeightBound
 from octavo.tensor import OperandState, UsedScale
 
 # One of the two globals of Octavo; a list, since its order must be the same on all ranks.
@@ -25,7 +26,7 @@ _REGISTERING = threading.Lock()
 
 
 # What a copy of a state makes for itself.
-_ANEW = {"decided": None, "plan": None, "updates": None, "_noted": None}
+_ANEW = {"decided": None, "plan": None, "updates": None, "_noted": None, "weight_bound": None}
 
 
 class UsedScales:
@@ -52,7 +53,10 @@ class LayerState:
         decided: what the last forward outside of checkpoints was run with, and what that was decided by.
         plan: the plan of the last call and what it was made for.
         updates: those of the last step of which this state was the first, and what they were made for.
+        weight_bound: what the weight's scale is predicted from; None where it is not. A copy has none.
     """
+
+    weight_bound: WeightBound | None = None
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.input = OperandState(device)
@@ -124,6 +128,11 @@ class LayerState:
         for operand in self.operands:
             operand.measure_next()
 
+    def predict_weight(self, bound: WeightBound | None) -> None:
+        """Make the weight's scale of a bound from now on; None: as the recipe says, with what it knows forgotten."""
+        self.weight_bound, self.plan = bound, None
+        self.weight.measure_next()
+
     def saved(self, prefix: str) -> dict[str, Tensor]:
         """The entries of a state dict, `<prefix><operand>_scale` and `<prefix><operand>_amax_history`."""
         entries = {}
@@ -174,6 +183,9 @@ class LayerState:
                     ) from error
             elif new_weight:
                 operand.measure_next()
+        if new_weight and self.weight_bound is not None:
+            self.weight.measure_next()
+            self.weight_bound.measure()
 
     def move(self, device: torch.device) -> None:
         """Follow the weight to another device."""

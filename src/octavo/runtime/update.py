@@ -204,6 +204,8 @@ def _grouped(states: list[LayerState], otherwise: Recipe | None) -> _Grouped:
             by_format = grouped.setdefault(_Rule(state.device, recipe.delayed), {})
             known[made_for] = [by_format.setdefault(spec.format.max, []) for spec in recipe.linear[:3]]
         for operands, operand in zip(known[made_for], state.operands, strict=True):
+            if operand is state.weight and state.weight_bound is not None:
+                continue  # its casts gather nothing
             if operand.shared:
                 if id(operand) in seen:
                     continue  # by layers on one input

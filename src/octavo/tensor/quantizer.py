@@ -53,7 +53,7 @@ class StatelessQuantizer(ABC):
 
     def __init__(self, spec: QuantizeSpec) -> None:
         self.spec = spec
-        self._origin = (spec,)
+        self._origin: tuple[object, ...] = (spec,)
 
     def origin(self) -> tuple[object, ...] | None:
         """What decides on the codes of given data: another quantizer makes the same if its is of the same objects.
@@ -93,7 +93,7 @@ class CurrentQuantizer(StatelessQuantizer):
         by_row: Tensor | None
         by_column: Tensor | None
         if spec.granularity is TENSOR:
-            by_row = by_column = partial_amax(x)
+            by_row = by_column = self.largest(x)
         else:
             # One scale a row of each layout: a row of the transposed matrix is a column of x.
             by_row, by_column = amax_by_row_and_column(x, rowwise, columnwise)
@@ -110,9 +110,30 @@ class CurrentQuantizer(StatelessQuantizer):
     def again(self, x: Tensor, scale: Tensor, after: Tensor) -> Operand:
         """As `StatelessQuantizer.again`; measured again, since a scale does not tell its multiplier to the last bit."""
         spec = self.spec
-        amaxes = partial_amax(x) if spec.granularity is TENSOR else amax_by_row_and_column(x, False, True)[1]
+        amaxes = self.largest(x) if spec.granularity is TENSOR else amax_by_row_and_column(x, False, True)[1]
         assert amaxes is not None, "they were asked for"
         return _cast_with(spec, x, _not_before(amaxes, after), spec.rule)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """What the scale of a whole x is made of: maxima [P] of parts of it."""
+        return partial_amax(x)
+
+
+class PredictedQuantizer(CurrentQuantizer):
+    """A scale that provides for a bound of the amax: one pass for the codes, and none before.
+
+    Args:
+        spec: of one scale a tensor; its rule makes the scale of the bound.
+        bound: [1], float32, no smaller than the amax of whatever is cast.
+    """
+
+    def __init__(self, spec: QuantizeSpec, bound: Tensor) -> None:
+        super().__init__(spec)
+        self._bound, self._origin = bound, (spec, bound)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The bound."""
+        return self._bound
 
 
 def _cast_with(spec: QuantizeSpec, x: Tensor, columnwise: Tensor, rule: ScaleRule | None = None) -> Operand:

@@ -1,0 +1,62 @@
+"""BoundTable: the bounds of all weights of one device and dtype, raised together after each optimizer step.
+
+    B <- round(round(B * factor) + added)        in the dtype of the weights
+
+Rounding is monotone, and a weight's own update rounds to the same dtype: |w| <= B before a step gives |w| <= B after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from octavo.kernels import SCALE_ALIGNMENT
+from octavo.optim.step_bound import Step
+from octavo.runtime import WeightBound
+
+# In the place of a param group: no step moves the weight.
+FROZEN = -1
+
+
+class BoundTable:
+    """Bounds of weights alike.
+
+    Args:
+        layers: of one device and dtype, those of one param group side by side.
+        groups: of each layer, the index of the param group that its weight is in, or FROZEN.
+    """
+
+    def __init__(self, layers: Sequence[Any], groups: Sequence[int]) -> None:
+        part = layers[0].weight_parts()[0]
+        self.dtype: torch.dtype = part.dtype
+        gap = SCALE_ALIGNMENT // torch.float32.itemsize
+        self._exact = torch.zeros(len(layers), dtype=part.dtype, device=part.device)
+        self._amax = torch.zeros(len(layers), gap, dtype=torch.float32, device=part.device)
+        self.bounds = [
+            WeightBound(layer, self._exact[row : row + 1], self._amax[row, :1]) for row, layer in enumerate(layers)
+        ]
+        for bound in self.bounds:
+            # It stays where it is, and may be written to: what torch._dynamo.mark_static_address tells the compiler.
+            bound.amax._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+        self._ranges = _ranges(groups)
+
+    @torch.no_grad()
+    def advance(self, step_of: Callable[[int, torch.dtype], Step]) -> None:
+        """Raise the bounds by one step; nothing waits for the device."""
+        for group, (begin, end) in self._ranges.items():
+            step, rows = step_of(group, self.dtype), self._exact[begin:end]
+            if isinstance(step.factor, torch.Tensor) or step.factor != 1:
+                rows.mul_(step.factor)
+            rows.add_(step.added)
+        self._amax[:, 0].data.copy_(self._exact)
+
+
+def _ranges(groups: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Where the rows of each group lie."""
+    return {
+        group: (groups.index(group), len(groups) - groups[::-1].index(group))
+        for group in dict.fromkeys(groups)
+        if group != FROZEN
+    }

@@ -1,0 +1,230 @@
+"""`octavo.predict_weight_scales`: the scale of a weight from what the optimizer can have done, not from the weight.
+
+A weight changes by the optimizer's steps alone, and a step of Adam or AdamW moves no element by more than lr * c (see
+`step_bound`). So after a measurement
+
+    amax_t <= amax_0 + c * (lr_1 + ... + lr_t)
+
+and a scale that provides for the right side never saturates. The bound is raised on the device after each step, and the
+weight measured anew every so many steps. In between a cast reads the weight once, where current scaling reads it twice.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from octavo.kernels import amax
+from octavo.modules import FP8LinearMixin
+from octavo.optim.bound_table import FROZEN, BoundTable
+from octavo.optim.step_bound import Step, StepBound, adam_step, check_known, given_step
+from octavo.runtime import WeightBound
+from octavo.runtime.given_model import check_model
+from octavo.scaling import TENSOR, as_matrix
+from octavo.tensor import QuantizedTensor, stays_in_place
+
+
+def predict_weight_scales(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int = 100, step_bound: StepBound | None = None
+) -> PredictedWeightScales:
+    """Predict the scales of the weights of `model` from the steps of `optimizer`, and measure them seldom.
+
+        octavo.convert(model, CurrentScaling())
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+        predicted = octavo.predict_weight_scales(model, optimizer, every=100)
+
+    For layers whose recipe has one scale a tensor of the weight, current or delayed; under another one the recipe's own
+    way goes on. With delayed scaling weights have no history meanwhile, and no margin: a bound needs none. Learning
+    rates are read from the param groups at each step. A weight that changed otherwise (`load_state_dict`, an edit,
+    another optimizer) is measured anew at its next forward, in compiled code at the next step: call `measure()` after
+    an edit there. A write through `weight.data` leaves no trace; call `measure()` as well.
+
+    Args:
+        model: converted, on its device and in its dtype.
+        optimizer: `torch.optim.Adam` or `AdamW`, holding the weights; the one inside if something is around it.
+        every: how many steps until the weights are measured anew.
+        step_bound: of another optimizer, a function of a param group: the largest change of an element in one step.
+
+    Returns:
+        which layers are predicted and which are not; it measures at once, and ends the prediction.
+
+    Raises:
+        TypeError: no module, no optimizer.
+        ValueError: `every` is no integer of 1 or more; the optimizer has no known bound; no layer can be predicted.
+    """
+    check_model(model, "octavo.predict_weight_scales")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"octavo.predict_weight_scales: optimizer is a {type(optimizer).__name__}: expected a"
+            " torch.optim.Optimizer; of a wrapper, the one inside"
+        )
+    if type(every) is not int or every < 1:
+        raise ValueError(f"every is {every!r}: expected how many steps until weights are measured anew, 1 or more")
+    if not (step_bound is None or callable(step_bound)):
+        raise ValueError(f"step_bound is {step_bound!r}: expected a function of a param group, or None")
+    if step_bound is None:
+        check_known(optimizer)
+    return PredictedWeightScales(model, optimizer, every, step_bound)
+
+
+class PredictedWeightScales:
+    """What `octavo.predict_weight_scales` gives.
+
+    Attributes:
+        layers: names of the layers whose scales are predicted.
+        left: names of the others, and why their weights are measured.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, every: int, step_bound: StepBound | None
+    ) -> None:
+        """As `predict_weight_scales`, whose arguments they are."""
+        self._every, self._step_bound, self._steps = every, step_bound, 0
+        self._groups, self._betas = optimizer.param_groups, _betas(optimizer)
+        self._optimizer = weakref.ref(optimizer)
+        self.layers, self.left, rows = _chosen(model, optimizer)
+        if not rows:
+            why = "; ".join(f"{name or '(root)'}: {reason}" for name, reason in list(self.left.items())[:3])
+            raise ValueError(
+                f"octavo.predict_weight_scales: no layer of this {type(model).__name__} can be predicted"
+                f"{f' ({why})' if why else ''}: octavo.convert(model, CurrentScaling()) or DelayedScaling() first"
+            )
+        self._tables = [BoundTable(*zip(*some, strict=True)) for some in rows]
+        for table in self._tables:
+            table.advance(self._step)  # what has no bound is refused before anything is changed
+        self.measure()
+        for bound, layer in self._followed():
+            layer.delayed_state.predict_weight(bound)
+        self._hooks: list[Any] = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            register_optimizer_step_post_hook(self._after_any_step),
+        ]
+        self._edited: list[WeightBound] = []
+
+    def measure(self) -> None:
+        """Measure all weights now, as after an edit that leaves no trace."""
+        for bound, _ in self._followed():
+            bound.measure()
+
+    def slack(self) -> dict[str, float]:
+        """How many bits each scale leaves unused, log2(bound / amax), by layer; waits for the device."""
+        found = {}
+        names = dict(zip((bound for table in self._tables for bound in table.bounds), self.layers, strict=True))
+        for bound, layer in self._followed():
+            largest = max(float(amax(as_matrix(part.detach()))) for part in layer.weight_parts())
+            found[names[bound]] = math.log2(float(bound.amax) / largest) if largest else 0.0
+        return found
+
+    def remove(self) -> None:
+        """End the prediction: weights are scaled as their recipes say, with what delayed scaling knew forgotten."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for bound, layer in self._followed():
+            if layer.delayed_state.weight_bound is bound:
+                layer.delayed_state.predict_weight(None)
+
+    def _followed(self) -> Iterator[tuple[WeightBound, Any]]:
+        """The bounds, each with its layer, of those that are still there and still FP8 layers."""
+        for table in self._tables:
+            for bound in table.bounds:
+                layer = bound.layer
+                if isinstance(layer, FP8LinearMixin):
+                    yield bound, layer
+
+    def _step(self, group: int, dtype: torch.dtype) -> Step:
+        if self._step_bound is not None:
+            return given_step(self._step_bound, self._groups[group], dtype)
+        return adam_step(self._groups[group], dtype)
+
+    def _before_step(self, optimizer: Any, *arguments: Any) -> None:
+        self._edited = [bound for bound, layer in self._followed() if not bound.is_of(layer.weight_parts())]
+
+    def _after_step(self, optimizer: Any, *arguments: Any) -> None:
+        if stays_in_place():
+            raise RuntimeError(
+                "octavo.predict_weight_scales: the optimizer's step is being captured in a CUDA graph, and its replays"
+                " would move the weights past their bounds unseen: leave the step out of the graph, or remove() the"
+                " prediction first"
+            )
+        self._groups = optimizer.param_groups
+        if self._step_bound is None and _betas(optimizer) != self._betas:
+            self.remove()
+            warnings.warn(
+                f"octavo.predict_weight_scales: betas and eps changed from {self._betas} to {_betas(optimizer)}, and no"
+                " bound is known of moments of both: the weights' scales are measured from now on. Call it anew where"
+                " the optimizer is made anew",
+                stacklevel=2,
+            )
+            return
+        for table in self._tables:
+            table.advance(self._step)
+        self._steps += 1
+        if self._steps % self._every == 0:
+            self.measure()
+            return
+        for bound, layer in self._followed():
+            bound.note(layer.weight_parts())
+        for bound in self._edited:
+            bound.measure()
+
+    def _after_any_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        """What another optimizer moves is measured."""
+        if optimizer is self._optimizer():
+            return
+        moved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for bound, layer in self._followed():
+            if any(id(part) in moved for part in layer.weight_parts()):
+                bound.measure()
+
+
+# Layer and param group, of all layers of one device and dtype; those of one group side by side.
+_Rows = list[tuple[Any, int]]
+
+
+def _chosen(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[str], dict[str, str], list[_Rows]]:
+    """(names of the layers that can be predicted, reasons of those that cannot, the rows of each table)."""
+    groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    left: dict[str, str] = {}
+    found: dict[tuple[torch.device, torch.dtype], list[tuple[str, Any, int]]] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, FP8LinearMixin):
+            reason = _reason(layer, groups)
+            if reason:
+                left[name] = reason
+                continue
+            part = layer.weight_parts()[0]
+            found.setdefault((part.device, part.dtype), []).append((name, layer, groups.get(id(part), FROZEN)))
+    tables = [sorted(rows, key=lambda row: row[2]) for rows in found.values()]
+    names = [name for rows in tables for name, _, _ in rows]
+    return names, left, [[(layer, group) for _, layer, group in rows] for rows in tables]
+
+
+def _reason(layer: FP8LinearMixin, groups: dict[int, int]) -> str:
+    """Why the weight of a layer is measured; empty if its scale can be predicted."""
+    parts = layer.weight_parts()
+    spec = None if layer.recipe is None else layer.recipe.linear.weight
+    if spec is not None and (spec.granularity is not TENSOR or spec.scaling == "static"):
+        return f"{type(layer.recipe).__name__} measures no scale of the whole weight"
+    if any(isinstance(part, QuantizedTensor) for part in parts):
+        return "its weight exists in FP8 alone"
+    if any(type(part) is not nn.Parameter for part in parts):
+        return f"its weight is a {type(parts[0]).__name__}, no plain parameter"
+    if layer.delayed_state.weight_bound is not None:
+        return "it is predicted already: remove() that first"
+    of_parts = {groups.get(id(part), FROZEN) for part in parts}
+    if any(part.requires_grad and id(part) not in groups for part in parts):
+        return "its weight is trained, and not by this optimizer"
+    return "its weight lies in several param groups" if len(of_parts) > 1 else ""
+
+
+def _betas(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [(group.get("betas"), group.get("eps")) for group in optimizer.param_groups]

@@ -1,0 +1,125 @@
+"""How far one step of Adam or AdamW can move an element of a weight, whatever the gradients are.
+
+With m and v the moments, of gradients g_0 ... g_t by Cauchy-Schwarz
+
+    |m_t| = (1 - b1) |sum b1^k g_(t-k)| <= (1 - b1) sqrt(sum (b1^2 / b2)^k) sqrt(sum b2^k g_(t-k)^2)
+
+and the last root is sqrt(v_t / (1 - b2)). So, bias corrections included (they only lower it),
+
+    |update| <= lr * c,    c = (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)),   b1^2 < b2
+
+c = 7.27 for betas (0.9, 0.999), reached by gradients that grow as (b2 / b1)^t. The (1 - b1) / sqrt(1 - b2) = 3.16 of
+Kingma and Ba (arXiv:1412.6980, section 2.1) is what a single gradient after none moves, and no bound of all sequences.
+AMSGrad, `maximize` and epsilon only lower it. Decoupled weight decay multiplies by 1 - lr * decay first; coupled decay
+is part of the gradient.
+
+Moments that are kept in the weight's dtype are rounded in every step: each of the sums above may be off by (1 + e) a
+step, which acts as if b1 were larger and b2 smaller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# Of one group: how much a step changes an element at most, beside what decay does.
+StepBound = Callable[[Mapping[str, Any]], float]
+
+# An update of a moment rounds two or three times.
+_ROUNDINGS = 4
+# Below it v may underflow to 0 in float32 where m does not, and m / (sqrt(v) + eps) is bounded by nothing.
+_LEAST_EPSILON = 1e-15
+
+REMEDY = (
+    "give step_bound=, a function of a param group (a dict with its lr) that returns the largest amount by which one"
+    " step can change an element, such as lambda group: group['lr'] for Lion; or leave the scales measured"
+)
+
+
+class Step(NamedTuple):
+    """What one step does to a bound: multiplied by `factor` (1 or more), then `added` to it; numbers or tensors []."""
+
+    factor: float | Tensor
+    added: float | Tensor
+
+
+def check_known(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError unless steps of this optimizer are those of Adam or AdamW, with numbers for betas."""
+    kind = type(optimizer)
+    if any(isinstance(beta, Tensor) for group in optimizer.param_groups for beta in group.get("betas", ())):
+        raise ValueError(
+            "octavo.predict_weight_scales: betas are tensors, and the bound of a step would wait for the device: give"
+            " the optimizer numbers (lr may be a tensor)"
+        )
+    if issubclass(kind, torch.optim.Adam):
+        known = kind.__mro__[: kind.__mro__.index(torch.optim.Adam)]
+        if not any("step" in vars(one) for one in known if one is not torch.optim.AdamW):
+            return
+    raise ValueError(
+        f"octavo.predict_weight_scales: how far a step of {kind.__name__} moves a weight is not known: torch's Adam and"
+        f" AdamW are known. {REMEDY[0].upper()}{REMEDY[1:]}"
+    )
+
+
+def adam_step(group: Mapping[str, Any], dtype: torch.dtype) -> Step:
+    """What one step of Adam or AdamW does to the bound of weights of a dtype.
+
+    Raises:
+        ValueError: betas or epsilon for which there is no bound.
+    """
+    lr, decay = group["lr"], group["weight_decay"]
+    b1, b2 = group["betas"]
+    added = lr * (adam_factor(b1, b2, group["eps"], dtype) * (1 + _rounding(dtype)))
+    if not (decay and group.get("decoupled_weight_decay")):
+        return Step(1.0, added)
+    shrinks = 1 - lr * decay
+    return Step(shrinks.abs().clamp(min=1.0) if isinstance(shrinks, Tensor) else max(1.0, abs(shrinks)), added)
+
+
+def given_step(step_bound: StepBound, group: Mapping[str, Any], dtype: torch.dtype) -> Step:
+    """What a step does to the bound by the word of whoever knows the optimizer.
+
+    Raises:
+        ValueError: it is no number of 0 or more.
+    """
+    given: Any = step_bound(group)
+    if not isinstance(given, Tensor) and not (isinstance(given, (int, float)) and 0 <= given < math.inf):
+        raise ValueError(
+            f"step_bound returned {given!r}: expected the largest change of an element in one step, a number of 0 or"
+            " more"
+        )
+    return Step(1.0, given * (1 + _rounding(dtype)))
+
+
+def adam_factor(b1: float, b2: float, epsilon: float, dtype: torch.dtype) -> float:
+    """c of the module, for moments in `dtype`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        raise ValueError(
+            f"weights and moments are {dtype}, in which the second moment underflows: keep the weights in float32"
+        )
+    if epsilon < _LEAST_EPSILON:
+        raise ValueError(
+            f"eps is {epsilon}: with less than {_LEAST_EPSILON} an update has no bound where squares of gradients"
+            " underflow; the default is 1e-8"
+        )
+    off = _rounding(dtype)
+    ratio = (b1 * (1 + off)) ** 2 / (b2 * (1 - off)) if b2 > 0 else math.inf
+    if ratio >= 1:
+        raise ValueError(
+            f"betas are ({b1}, {b2}): updates are bounded only where the square of the first is below the second, with"
+            f" room for the roundings of {dtype}"
+        )
+    return (1 - b1) * (1 + off) / math.sqrt((1 - b2) * (1 - off) * (1 - ratio))
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """How far a few roundings may be off, relative."""
+    return _ROUNDINGS * torch.finfo(dtype).eps / 2

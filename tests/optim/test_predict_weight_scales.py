@@ -1,0 +1,436 @@
+"""predict_weight_scales: the bound is never passed, whatever happens to a weight, and a cast reads the weight once."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import octavo
+import octavo.tensor.quantizer
+from octavo.recipes import CurrentScaling, DelayedScaling, Recipe, RowwiseScaling, StaticScaling
+
+RECIPES: dict[str, Recipe] = {
+    "current": CurrentScaling(),
+    "current, powers of two": CurrentScaling(power_of_two_scales=True),
+    "delayed": DelayedScaling(amax_history_len=4),
+    "cast again": CurrentScaling(saved_weight="high_precision", saved_input="high_precision"),
+}
+
+
+def network(dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)).to(dtype)
+
+
+def bound_of(layer: Any) -> float:
+    return layer.delayed_state.weight_bound.amax.item()
+
+
+def assert_nothing_saturates(model: Any) -> None:
+    for layer in model.modules():
+        if isinstance(layer, octavo.Linear) and layer.delayed_state.weight_bound is not None:
+            assert layer.weight.detach().abs().max().item() <= bound_of(layer)
+
+
+def constant(weight: Tensor, step: int) -> Tensor:
+    return torch.ones_like(weight)
+
+
+def spikes(weight: Tensor, step: int) -> Tensor:
+    """Nothing for long, and then much: the worst case of Kingma and Ba."""
+    return torch.full_like(weight, 0.0 if step % 13 else 1e3)
+
+
+def growing(weight: Tensor, step: int) -> Tensor:
+    """The worst case of all, see test_step_bound."""
+    return torch.full_like(weight, -1e-6 * 1.11**step)
+
+
+def sparse(weight: Tensor, step: int) -> Tensor:
+    return torch.where(torch.rand_like(weight) < 0.02, torch.randn_like(weight) * 100, 0.0)
+
+
+def away(weight: Tensor, step: int) -> Tensor:
+    """Each element away from 0: decay and steps pull against one another."""
+    return -weight.sign()
+
+
+GRADIENTS = [constant, spikes, growing, sparse, away]
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "Adam": lambda p: torch.optim.Adam(p, 1e-2),
+    "Adam, coupled decay": lambda p: torch.optim.Adam(p, 1e-2, weight_decay=0.3),
+    "AdamW": lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=0.5),
+    "AdamW, large steps": lambda p: torch.optim.AdamW(p, 1.0, weight_decay=2.5),
+    "AdamW, AMSGrad, maximize": lambda p: torch.optim.AdamW(p, 1e-2, amsgrad=True, maximize=True),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+    "AdamW, one by one": lambda p: torch.optim.AdamW(p, 1e-2, foreach=False, betas=(0.8, 0.9)),
+    "AdamW, a tensor for lr": lambda p: torch.optim.AdamW(p, torch.tensor(1e-2), foreach=False),
+}
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_sequence_of_gradients_passes_the_bound(
+    dtype: torch.dtype, optimizer: str, gradient: Callable[..., Any]
+) -> None:
+    model = network(dtype)
+    octavo.convert(model, CurrentScaling())
+    made = OPTIMIZERS[optimizer](model.parameters())
+    octavo.predict_weight_scales(model, made, every=40)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(made, 0.05, total_steps=100, cycle_momentum=False)
+    for step in range(90):
+        for parameter in model.parameters():
+            parameter.grad = gradient(parameter.detach(), step)
+        made.step()
+        schedule.step()
+        assert_nothing_saturates(model)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_trains_like_a_measured_scale_and_measures_every_so_often(recipe: str) -> None:
+    losses = {}
+    for predicts in (False, True):
+        model = network()
+        octavo.convert(model, RECIPES[recipe])
+        optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+        predicted = octavo.predict_weight_scales(model, optimizer, every=10) if predicts else None
+        losses[predicts] = []
+        for step in range(60):
+            torch.manual_seed(step % 8)
+            x = torch.randn(64, 32)
+            loss = (model(x) - x.flip(1)).square().mean()
+            loss.backward()
+            octavo.update_scales(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[predicts].append(loss.item())
+            if predicted is not None:
+                slack = predicted.slack()
+                assert list(slack) == ["0", "2"]
+                assert all(0 <= bits < 1 for bits in slack.values())
+                assert all((bits == 0) == (step % 10 == 9) for bits in slack.values())
+    assert losses[True][0] == pytest.approx(losses[False][0], rel=1e-6)
+    assert losses[True][-1] < 0.7 * losses[True][0]
+    assert losses[True][-1] == pytest.approx(losses[False][-1], rel=0.03)
+
+
+def test_the_weight_is_not_read_for_its_amax(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    octavo.convert(model, CurrentScaling())
+    octavo.predict_weight_scales(model, torch.optim.AdamW(model.parameters()))
+    measured: list[torch.Size] = []
+    real = octavo.tensor.quantizer.partial_amax
+    monkeypatch.setattr(octavo.tensor.quantizer, "partial_amax", lambda x: measured.append(x.shape) or real(x))
+    model(torch.randn(7, 32)).sum().backward()
+    weights = {layer.weight.shape for layer in model if isinstance(layer, nn.Linear)}
+    assert measured
+    assert not weights & set(measured)
+
+
+def test_the_scale_is_that_of_the_bound() -> None:
+    model = nn.Sequential(nn.Linear(32, 16))
+    octavo.convert(model, CurrentScaling())
+    octavo.predict_weight_scales(model, torch.optim.AdamW(model.parameters()))
+    with octavo.inspection.watch(model) as seen:
+        model(torch.randn(4, 32))
+    # A reciprocal of a reciprocal: two roundings.
+    assert seen.scales["0", "weight"] == pytest.approx(bound_of(model[0]) / 448, rel=2**-22)
+
+
+def edited(layer: nn.Linear, how: str) -> None:
+    with torch.no_grad():
+        if how == "in place":
+            layer.weight[0, 0] = 9.0
+        elif how == "data":
+            layer.weight.data = torch.full_like(layer.weight, 9.0)
+        elif how == "replaced":
+            layer.weight = nn.Parameter(torch.full_like(layer.weight, 9.0))
+        elif how == "loaded":
+            layer.load_state_dict({k: torch.full_like(v, 9.0) for k, v in nn.Linear(32, 48).state_dict().items()})
+        elif how == "assigned":
+            layer.load_state_dict(
+                {k: torch.full_like(v, 9.0) for k, v in nn.Linear(32, 48).state_dict().items()}, assign=True
+            )
+        else:
+            other = torch.optim.SGD([layer.weight], 9.0)
+            layer.weight.grad = torch.ones_like(layer.weight)
+            other.step()
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "replaced", "loaded", "assigned", "another optimizer"])
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_a_weight_that_changed_otherwise_is_measured(recipe: str, how: str) -> None:
+    model = network()
+    octavo.convert(model, RECIPES[recipe])
+    optimizer = torch.optim.AdamW(model.parameters())
+    octavo.predict_weight_scales(model, optimizer)
+    x = torch.randn(4, 32)
+    model(x).sum().backward()
+    optimizer.step()
+    edited(model[0], how)
+    model(x).sum().backward()
+    assert_nothing_saturates(model)
+    assert bound_of(model[0]) == pytest.approx(9.0, abs=0.5)
+    optimizer.step()
+    assert_nothing_saturates(model)
+
+
+def test_an_edit_before_a_step_is_noticed_by_the_step() -> None:
+    """As compiled code needs it, which does not look."""
+    model = network()
+    octavo.convert(model, CurrentScaling())
+    optimizer = torch.optim.AdamW(model.parameters())
+    octavo.predict_weight_scales(model, optimizer)
+    edited(model[0], "in place")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert_nothing_saturates(model)
+
+
+def test_a_frozen_weight_is_measured_once_and_its_bound_stays() -> None:
+    model = network()
+    octavo.convert(model, CurrentScaling())
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    predicted = octavo.predict_weight_scales(model, optimizer)
+    assert sorted(predicted.layers) == ["0", "2"]
+    before = bound_of(model[0])
+    for _ in range(3):
+        model(torch.randn(4, 32)).sum().backward()
+        optimizer.step()
+    assert bound_of(model[0]) == before == model[0].weight.abs().max().item()
+    assert bound_of(model[2]) > model[2].weight.abs().max().item()
+
+
+def test_groups_take_their_own_learning_rates() -> None:
+    model = network()
+    octavo.convert(model, CurrentScaling())
+    groups = [{"params": model[2].parameters(), "lr": 1e-1}, {"params": model[0].parameters(), "lr": 1e-4}]
+    optimizer = torch.optim.AdamW(groups)
+    predicted = octavo.predict_weight_scales(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    slack = predicted.slack()
+    assert slack["2"] > 1 > 0.05 > slack["0"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("update_first", [True, False])
+def test_compiled_code_follows_without_another_graph(recipe: str, update_first: bool) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    outcomes = []
+    for compiles in (False, True):
+        model = network()
+        octavo.convert(model, RECIPES[recipe])
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        octavo.predict_weight_scales(model, optimizer, every=3)
+        run = torch.compile(model, backend=counter, fullgraph=True) if compiles else model
+        for step in range(8):
+            torch.manual_seed(step)
+            run(torch.randn(16, 32)).square().sum().backward()
+            if update_first:
+                octavo.update_scales(model)
+            optimizer.step()
+            if not update_first:
+                octavo.update_scales(model)
+            optimizer.zero_grad()
+        outcomes.append([p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+    assert counter.frame_count <= 2
+
+
+def test_checkpoints_recompute_the_same_bits() -> None:
+    gradients = []
+    for checkpoints in (False, True):
+        model = network()
+        octavo.convert(model, RECIPES["delayed"])
+        octavo.predict_weight_scales(model, torch.optim.AdamW(model.parameters()))
+        x = torch.ones(4, 32, requires_grad=True)
+        (octavo.checkpoint(model, x) if checkpoints else model(x)).sum().backward()
+        gradients.append([x.grad, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_with_a_loss_scaler_skipped_steps_do_not_raise_the_bound() -> None:
+    model = network()
+    octavo.convert(model, CurrentScaling())
+    optimizer = torch.optim.AdamW(model.parameters())
+    predicted = octavo.predict_weight_scales(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    with torch.autocast("cpu", torch.float16):
+        y = model(torch.randn(4, 32))
+    scaler.scale(y.float().sum() * float("inf")).backward()
+    scaler.step(optimizer)
+    assert set(predicted.slack().values()) == {0.0}
+
+
+def test_delayed_scaling_has_no_history_of_the_weight_meanwhile_and_begins_anew_after() -> None:
+    model = network()
+    octavo.convert(model, RECIPES["delayed"])
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(torch.randn(4, 32)).sum().backward()
+        octavo.update_scales(model)
+        optimizer.step()
+
+    step()
+    predicted = octavo.predict_weight_scales(model, optimizer)
+    for _ in range(3):
+        step()
+    saved = model.state_dict()
+    assert saved["0.weight_scale"].isnan()
+    assert not saved["0.weight_amax_history"].any()
+    assert saved["0.input_amax_history"].any()
+    predicted.remove()
+    step()
+    amax = model.state_dict()["0.weight_amax_history"].max().item()
+    assert amax == pytest.approx(model[0].weight.abs().max().item(), rel=0.05)
+    assert model[0].delayed_state.weight_bound is None
+
+
+def test_copies_measure_and_a_model_goes_when_nobody_holds_it() -> None:
+    model = network()
+    octavo.convert(model, CurrentScaling())
+    octavo.predict_weight_scales(model, torch.optim.AdamW(model.parameters()))
+    other = copy.deepcopy(model)
+    assert other[0].delayed_state.weight_bound is None
+    other(torch.randn(4, 32)).sum().backward()
+    states = [weakref.ref(layer.delayed_state) for layer in (model[0], model[2])]
+    del model
+    gc.disable()
+    try:
+        assert [state() for state in states] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_octavos_own_layers_and_smoothed_channels() -> None:
+    model: Any = nn.Sequential(
+        octavo.LayerNormMLP(32, 64, activation="swiglu", smooth_swiglu=True), octavo.TransformerLayer(32, 64, 2)
+    )
+    octavo.convert(model, CurrentScaling())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    predicted = octavo.predict_weight_scales(model, optimizer)
+    assert {"0.fc1", "0.fc2", "1.self_attention.proj"} <= set(predicted.layers)
+    with torch.no_grad():
+        model[0].layer_norm_weight.mul_(1000.0)
+    for _ in range(3):
+        with octavo.inspection.watch(model) as seen:
+            model(torch.randn(5, 2, 32)).sum().backward()
+        optimizer.step()
+        assert all(figures.saturation == 0 for figures in seen.statistics.values())
+        assert len(seen.statistics) >= 15
+
+
+def test_another_recipe_goes_its_own_way() -> None:
+    model = network()
+    octavo.convert(model, CurrentScaling())
+    octavo.predict_weight_scales(model, torch.optim.AdamW(model.parameters()))
+    x = torch.randn(4, 32)
+    plain = copy.deepcopy(model)
+    for recipe in (RowwiseScaling(), StaticScaling(weight_scale=0.001)):
+        with octavo.autocast(recipe=recipe):
+            assert torch.equal(model(x), plain(x))
+
+
+def test_a_given_bound_for_another_optimizer() -> None:
+    model = network()
+    octavo.convert(model, CurrentScaling())
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    # Signs of gradients: no step is longer than lr.
+    octavo.predict_weight_scales(model, optimizer, step_bound=lambda group: group["lr"])
+    for _ in range(30):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert_nothing_saturates(model)
+    assert bound_of(model[0]) < model[0].weight.abs().max().item() + 31e-2
+
+
+def test_betas_that_change_end_it_with_a_warning() -> None:
+    model = network()
+    octavo.convert(model, CurrentScaling())
+    optimizer = torch.optim.AdamW(model.parameters())
+    octavo.predict_weight_scales(model, optimizer)
+    optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.warns(UserWarning, match=r"betas and eps changed from .* measured from now on"):
+        optimizer.step()
+    assert model[0].delayed_state.weight_bound is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+def test_a_model_that_is_cast_after_is_refused_with_the_remedy() -> None:
+    model = network()
+    octavo.convert(model, CurrentScaling())
+    octavo.predict_weight_scales(model, torch.optim.AdamW(model.parameters()))
+    model.to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"bfloat16 on cpu, and its scale was predicted for torch.float32 .*remove"):
+        model(torch.randn(4, 32, dtype=torch.bfloat16))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "SGD": (lambda: octavo.predict_weight_scales(m := converted(), torch.optim.SGD(m.parameters())), ValueError, "SGD"),
+    "no optimizer": (lambda: octavo.predict_weight_scales(converted(), None), TypeError, "optimizer is a NoneType"),  # type: ignore[arg-type]
+    "every 0": (lambda: predicted(converted(), every=0), ValueError, "every is 0"),
+    "no function": (lambda: predicted(converted(), step_bound=0.1), ValueError, "step_bound is 0.1"),
+    "row": (
+        lambda: predicted(converted(RowwiseScaling())),
+        ValueError,
+        "RowwiseScaling measures no scale of the",
+    ),
+    "plain": (
+        lambda: predicted(network()),
+        ValueError,
+        "no layer of this Sequential can be predicted",
+    ),
+    "twice": (lambda: (predicted(m := converted()), predicted(m)), ValueError, r"predicted already: remove\(\)"),
+    "not its weights": (
+        lambda: octavo.predict_weight_scales(converted(), torch.optim.Adam(network().parameters())),
+        ValueError,
+        "trained, and not by this optimizer",
+    ),
+    "half": (lambda: predicted(converted().to(torch.float16)), ValueError, "float16, in which the second moment"),
+}
+
+
+def converted(recipe: Recipe | None = None) -> Any:
+    model = network()
+    octavo.convert(model, recipe or CurrentScaling())
+    return model
+
+
+def predicted(model: Any, **options: Any) -> Any:
+    return octavo.predict_weight_scales(model, torch.optim.AdamW(model.parameters()), **options)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_refused(case: str) -> None:
+    call, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_fp8_weights_are_left_and_said() -> None:
+    with octavo.quantized_init():
+        held = octavo.Linear(32, 32, recipe=CurrentScaling())
+    model = nn.Sequential(held, octavo.Linear(32, 32, recipe=CurrentScaling()))
+    left = octavo.predict_weight_scales(model, torch.optim.AdamW(model[1].parameters())).left
+    assert left == {"0": "its weight exists in FP8 alone"}

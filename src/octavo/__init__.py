@@ -5,7 +5,7 @@ from octavo.conversion import ConversionReport, convert, set_recipe, state_dict,
 from octavo.formats import E4M3, E5M2, E8M0, Format, cast, finfo
 from octavo.functional import cross_entropy, linear_cross_entropy, permute_tokens, unpermute_tokens
 from octavo.inference import calibrate
-from octavo.inspection import choose_precision
+from octavo.inspection import PrecisionGuard, choose_precision
 from octavo.kernels.emulation import emulation
 from octavo.kernels.support import Support, is_supported
 from octavo.modules import (
@@ -58,6 +58,7 @@ __all__ = [
     "MultiheadAttention",
     "Padding",
     "PagedKVCache",
+    "PrecisionGuard",
     "QuantizedTensor",
     "RMSNorm",
     "RotaryPositionEmbedding",

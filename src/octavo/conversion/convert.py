@@ -188,6 +188,7 @@ def _become_fp8(module: nn.Module, recipe: Recipe | None, name: str) -> None:
         if module.recipe is None and recipe is not None and not module.delayed_state.is_used:
             module.delayed_state.measure_next()
         module.recipe, module.layer_name = recipe, name
+        module.delayed_state.high_precision = False
         return
     module.__class__ = fp8_class(type(module), is_conv1d(module))
     assert isinstance(module, FP8LinearMixin), "the class it has just been given"

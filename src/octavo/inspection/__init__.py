@@ -2,6 +2,7 @@
 
 from octavo.inspection.choose_precision import PrecisionChoice, choose_precision
 from octavo.inspection.layer_probe import OperandFigures
+from octavo.inspection.precision_guard import PrecisionGuard
 from octavo.inspection.precision_table import LayerPrecision, PrecisionBounds, PrecisionTable
 from octavo.inspection.statistics import Statistics, statistics
 from octavo.inspection.watch import watch
@@ -11,6 +12,7 @@ __all__ = [
     "OperandFigures",
     "PrecisionBounds",
     "PrecisionChoice",
+    "PrecisionGuard",
     "PrecisionTable",
     "Statistics",
     "choose_precision",

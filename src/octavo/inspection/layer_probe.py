@@ -94,6 +94,17 @@ def rest_sqnr_db(x: Tensor, sqnr_db: float) -> float:
     return sqnr_db + 10 * math.log10(rest / total)
 
 
+@torch.no_grad()
+def operand_figures(operand: OperandName, x: Tensor, result: Operand) -> OperandFigures | None:
+    """The figures of one cast of x [M, K]; None of an empty one."""
+    seen = operand_statistics(x, result)
+    if seen is None:
+        return None
+    cast = seen[0]
+    rest = rest_sqnr_db(x, cast.sqnr_db)
+    return OperandFigures(operand, cast.sqnr_db, rest, cast.underflow, cast.saturation, kurtosis(x))
+
+
 class LayerProbe:
     """The figures of one layer, gathered product by product.
 
@@ -153,11 +164,8 @@ class LayerProbe:
 
     def _observe(self, operand: OperandName, quantizer: Quantizer) -> Quantizer:
         def record(x: Tensor, result: Operand) -> None:
-            seen = operand_statistics(x, result)
-            if seen is not None:
-                cast = seen[0]
-                rest = rest_sqnr_db(x, cast.sqnr_db)
-                figures = OperandFigures(operand, cast.sqnr_db, rest, cast.underflow, cast.saturation, kurtosis(x))
+            figures = operand_figures(operand, x, result)
+            if figures is not None:
                 self.operands[operand] = figures.worst(self.operands.get(operand))
 
         return watched_quantizer(quantizer, record)

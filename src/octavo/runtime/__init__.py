@@ -8,7 +8,7 @@ from octavo.runtime.initialisation import InitMode, init_mode, quantized_init
 from octavo.runtime.layer_state import LayerState, registered_states, states_of
 from octavo.runtime.optimizer_steps import STALE_STEPS, optimizer_steps
 from octavo.runtime.plan import LinearPlan, Observer, plan_linear
-from octavo.runtime.update import Agreement, set_agreement, update_scales
+from octavo.runtime.update import Agreement, agreed_maximum, set_agreement, update_scales
 from octavo.runtime.weight_bound import WeightBound
 from octavo.runtime.weight_caching import cached_weights, caches_weights
 
@@ -22,6 +22,7 @@ __all__ = [
     "LinearPlan",
     "Observer",
     "WeightBound",
+    "agreed_maximum",
     "autocast",
     "cached_weights",
     "caches_weights",

@@ -130,6 +130,7 @@ def _what_decides(state: LayerState, own: Recipe | None, name: str | None) -> tu
     return (
         own,
         name,
+        state.high_precision,
         torch.is_grad_enabled(),
         None if frame is None else (frame.enabled, frame.recipe, frame.calibrating),
         state.recipe,
@@ -168,6 +169,8 @@ def _noting_call(state: LayerState, own: Recipe | None, name: str | None, tape: 
 
 
 def _fresh_call(state: LayerState, own: Recipe | None, name: str | None) -> Call:
+    if state.high_precision:
+        return Call(None, False)
     recipe = recipe_in_force(own, name)
     calibrated = calibrated_recipe(own, name)
     gathered_for = recipe or calibrated

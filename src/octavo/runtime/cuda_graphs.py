@@ -175,7 +175,10 @@ class GraphedForward:
         return self._replay(*args)
 
     def _in_force(self) -> list[Recipe | None]:
-        return [recipe_in_force(layer.recipe, layer.layer_name) for layer in self._layers]
+        return [
+            None if layer.delayed_state.high_precision else recipe_in_force(layer.recipe, layer.layer_name)
+            for layer in self._layers
+        ]
 
     def _fits(self, args: tuple[Any, ...]) -> bool:
         """True for tensors like the samples: torch copies them over those, and would convert or spread others."""

@@ -53,9 +53,11 @@ class LayerState:
         decided: what the last forward outside of checkpoints was run with, and what that was decided by.
         plan: the plan of the last call and what it was made for.
         updates: those of the last step of which this state was the first, and what they were made for.
+        high_precision: the layer runs in high precision, whatever recipe is in force.
         weight_bound: what the weight's scale is predicted from; None where it is not. A copy has none.
     """
 
+    high_precision: bool = False
     weight_bound: WeightBound | None = None
 
     def __init__(self, device: torch.device | None = None) -> None:

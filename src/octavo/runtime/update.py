@@ -66,6 +66,12 @@ def set_agreement(agreement: Agreement) -> None:
     _Collective.agreement = agreement
 
 
+def agreed_maximum(values: Tensor, group: object | None) -> Tensor:
+    """The maximum over the group of a vector [n], float32; of one process the vector itself."""
+    agreement = _Collective.agreement
+    return agreement.reduce(values, group) if agreement.needed(group) else values
+
+
 class _Rule(NamedTuple):
     """What the operands of one update have in common."""
 

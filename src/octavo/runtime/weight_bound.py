@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels import amax
+from octavo.kernels.amax import amax
 from octavo.scaling import as_matrix
 
 

@@ -120,6 +120,7 @@ def test_histories_begin_anew_after_a_phase_without_them() -> None:
         step(model, 1000.0)
         octavo.set_recipe(model, between)
         step(model, 1000.0)
+        assert sorted(model.state_dict()) == ["0.bias", "0.weight"]
         octavo.set_recipe(model, DELAYED)
         assert model[0].delayed_state.input.from_data
         step(model)
@@ -162,6 +163,17 @@ def test_overrides_hold_and_what_convert_left_stays() -> None:
     assert model.q_proj.delayed_state.input is model.v_proj.delayed_state.input
     for _ in range(2):
         step(model)
+
+
+def test_a_sibling_that_leaves_takes_no_history_with_it() -> None:
+    model = Network()
+    octavo.convert(model, DELAYED)
+    step(model, 1.0)
+    before = model.q_proj.delayed_state.input.scale.item()
+    assert before > 1
+    octavo.set_recipe(model, DelayedScaling(amax_history_len=16, overrides={"k_proj": None}))
+    assert [getattr(model, name).delayed_state.input.from_data for name in ("q_proj", "k_proj")] == [False, True]
+    assert model.q_proj.delayed_state.input.scale.item() == before
 
 
 def test_octavos_own_layers_and_unconvert() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import unittest.mock
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,6 +122,24 @@ def data_parallel(rank: int, name: str, inside: bool) -> Values:
 
 def parameters_of(model: nn.Module) -> list[list[float]]:
     return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
+
+
+def guard_moves_alike(rank: int) -> Values:
+    """Rank 1 alone sees an outlier that leaves nothing of the other values."""
+    model = integer_model()
+    octavo.convert(model, CurrentScaling())
+    x = integers(32, rank)
+    if rank == 1:
+        x[0, 0] = 1e8
+    guard = octavo.PrecisionGuard(model, every=2)
+    moved = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            model(x).sum().backward()
+            moved.append(guard.step())
+    guard.remove()
+    return {"moved": moved, "reasons": guard.moved, "warnings": len(caught)}
 
 
 def wrapping_keeps_state(rank: int) -> Values:

@@ -52,6 +52,16 @@ def test_parameters_stay_equal_under_data_parallelism(ranks: Ranks, name: str, i
     assert first["collectives"] == second["collectives"] == expected
 
 
+def test_a_guard_moves_the_same_layers_on_all_ranks(ranks: Ranks) -> None:
+    first, second = ranks.run(scenarios.guard_moves_alike)
+    assert first["moved"] == second["moved"]
+    assert first["moved"][1]
+    assert first["moved"][::2] == [[], []]
+    assert all("on another rank" in reason for reason in first["reasons"].values())
+    assert "underflow" in second["reasons"]["0"]
+    assert first["warnings"] == second["warnings"] == len(first["reasons"])
+
+
 def test_wrapping_does_not_broadcast_the_state(ranks: Ranks) -> None:
     for rank, result in enumerate(ranks.run(scenarios.wrapping_keeps_state)):
         assert result["buffers"] == []

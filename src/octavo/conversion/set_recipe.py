@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import TypeGuard
 
 from torch import nn
@@ -33,9 +32,9 @@ def set_recipe(model: nn.Module, recipe: Recipe | None) -> list[str]:
     that equals the one in force changes nothing.
 
     Of delayed scaling, histories and scales go on from one delayed recipe to another, as far as the new one's length
-    goes; in another format they provide for the same amaxes. After a phase without they would be as old as that was
-    long, so they are begun anew: the first step's scales are measured from it, as after `convert`. A state that was
-    loaded from a checkpoint and has not been used yet is kept.
+    goes; in another format they provide for the same amaxes. For a phase without they are forgotten, in the state dict
+    too: after it the first step's scales are measured from its data, as after `convert`. A state that was loaded from a
+    checkpoint and has not been used yet is kept.
 
     Compiled code is compiled once for each recipe. `octavo.make_graphed_callables` replays its graphs under the recipe
     that they were captured with, and runs the layers themselves under others; a graph captured by hand goes on doing
@@ -58,10 +57,10 @@ def set_recipe(model: nn.Module, recipe: Recipe | None) -> list[str]:
             " gives them one; layers that run inside octavo.autocast(recipe=...) take the one given there"
         )
     chosen = [(module, _own(recipe, name, module)) for name, module in layers]
-    changing = [(module, own) for module, own in chosen if own != module.recipe]
-    for module, own in changing:
-        _give(module, own)
-    _part_unlike(module for module, _ in chosen)
+    _part_unlike(chosen)
+    for module, own in chosen:
+        if own != module.recipe:
+            _give(module, own)
     share_inputs(model)
     return [name for name, _ in layers]
 
@@ -81,22 +80,26 @@ def _own(recipe: Recipe | None, name: str, layer: FP8LinearMixin) -> Recipe | No
 def _give(layer: FP8LinearMixin, recipe: Recipe | None) -> None:
     before, state = layer.recipe, layer.delayed_state
     layer.recipe = recipe
-    goes_on = before is not None and before.delayed is not None
+    was_delayed = before is not None and before.delayed is not None
+    if recipe is None or recipe.delayed is None:
+        if was_delayed:
+            # What a history knows would be as old as the phase that begins.
+            state.leave_recipe()
+        return
     loaded = state.recipe is None and state.is_used
-    if recipe is not None and recipe.delayed is not None:
-        if not (goes_on or loaded):
-            state.measure_next()
-        # Here, since compiled code that does it is other code.
-        state.adopt_recipe(recipe)
+    if not (was_delayed or loaded):
+        state.measure_next()
+    # Here, since compiled code that does it is other code.
+    state.adopt_recipe(recipe)
 
 
-def _part_unlike(layers: Iterable[FP8LinearMixin]) -> None:
-    """What layers share, they share with layers of one recipe."""
-    sharing = defaultdict[int, list[FP8LinearMixin]](list)
-    for layer in layers:
+def _part_unlike(chosen: list[tuple[FP8LinearMixin, Recipe | None]]) -> None:
+    """What layers share, they share with layers of one recipe: others begin with a copy of it."""
+    sharing = defaultdict[int, list[tuple[FP8LinearMixin, Recipe | None]]](list)
+    for layer, own in chosen:
         if layer.delayed_state.shares_input:
-            sharing[id(layer.delayed_state.input)].append(layer)
+            sharing[id(layer.delayed_state.input)].append((layer, own))
     for members in sharing.values():
-        if any(member.recipe is not members[0].recipe for member in members):
-            for member in members:
-                member.delayed_state.leave_shared_input()
+        if any(own != members[0][1] for _, own in members):
+            for layer, _ in members:
+                layer.delayed_state.leave_shared_input()

@@ -130,6 +130,11 @@ class LayerState:
         for operand in self.operands:
             operand.measure_next()
 
+    def leave_recipe(self) -> None:
+        """Forget all that delayed scaling knows: the layer runs without it from now on."""
+        self.measure_next()
+        self.recipe = None
+
     def predict_weight(self, bound: WeightBound | None) -> None:
         """Make the weight's scale of a bound from now on; None: as the recipe says, with what it knows forgotten."""
         self.weight_bound, self.plan = bound, None

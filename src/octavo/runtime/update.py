@@ -202,7 +202,7 @@ def _grouped(states: list[LayerState], otherwise: Recipe | None) -> _Grouped:
     seen: set[int] = set()
     for state in states:
         recipe = state.recipe or otherwise
-        if recipe is None or recipe.delayed is None:
+        if recipe is None or recipe.delayed is None or state.high_precision:
             continue
         # By identity: a recipe hashes all of its fields each time.
         made_for = id(recipe), state.device

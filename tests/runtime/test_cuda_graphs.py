@@ -377,6 +377,65 @@ def test_an_update_in_a_capture_looks_at_nothing(monkeypatch: pytest.MonkeyPatch
     assert layer.delayed_state.grad_output.from_data
 
 
+def test_a_replay_follows_a_weight_whose_scale_is_predicted_and_ends_with_the_prediction(graphs: StandIn) -> None:
+    model = model_with(CurrentScaling())
+    predicted = octavo.predict_weight_scales(model, torch.optim.AdamW(model.parameters()))
+    octavo.make_graphed_callables(model, (sample(),))
+    bound = model[0].delayed_state.weight_bound
+    with torch.no_grad():
+        model[0].weight[0, 0] = 7.0
+    model(sample())
+    assert (graphs.replays, bound.amax.item()) == (1, 7.0)
+    predicted.remove()
+    model(sample())
+    assert graphs.replays == 1
+
+
+def test_a_layer_moved_by_a_guard_is_no_replay_and_a_watched_step_is_none(graphs: StandIn) -> None:
+    model = model_with(CurrentScaling())
+    octavo.make_graphed_callables(model, (sample(),))
+    guard = octavo.PrecisionGuard(model, every=2)
+    for replays in (1, 1, 2, 2):
+        model(sample())
+        assert graphs.replays == replays
+        guard.step()
+    guard.load_state_dict({"steps": 0, "moved": {"2": "by hand"}, "outside": {}})
+    with octavo.count_gemms() as counted:
+        model(sample())
+    assert graphs.replays == 2
+    assert counted.fp8 == 1
+    guard.release()
+    model(sample())
+    assert graphs.replays == 3
+    guard.remove()
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device_while_weight_scales_are_predicted_and_replays_equal_the_layers() -> None:
+    plain = model_with(CurrentScaling(), "cuda")
+    graphed = copy.deepcopy(plain)
+    losses = []
+    for model in (plain, graphed):
+        torch.manual_seed(1)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        octavo.predict_weight_scales(model, optimizer, every=4)
+        if model is graphed:
+            octavo.make_graphed_callables(model, (sample("cuda"),))
+        batches = torch.randn(12, 16, 32, device="cuda")
+        losses.append([])
+        for step, x in enumerate(batches):
+            torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+            loss = (model(x.requires_grad_()) - x.detach()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.detach())
+        torch.cuda.set_sync_debug_mode("default")
+        for layer in (model[0], model[2]):
+            assert layer.weight.detach().abs().max() <= layer.delayed_state.weight_bound.amax
+    assert torch.equal(torch.stack(losses[0]), torch.stack(losses[1]))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", [DELAYED, MEASURED, CurrentScaling(), RowwiseScaling()], ids=str)
 @pytest.mark.parametrize("update", [False, True], ids=["autocast", "update_scales"])

@@ -28,6 +28,7 @@ from octavo.runtime.counting import current_count
 from octavo.runtime.layer_state import LayerState, registered_states
 from octavo.runtime.optimizer_steps import STALE_STEPS, optimizer_steps
 from octavo.runtime.update import update_states
+from octavo.runtime.weight_bound import WeightBound
 from octavo.scaling import resized_history
 from octavo.tensor import OperandState
 
@@ -137,13 +138,15 @@ class GraphedForward:
         self._recipes = self._in_force()
         # A context's recipe that was found to be the same.
         self._same: Recipe | None = None
-        # What was not known at the capture has taken no part in it.
-        self._known = [operand for layer in layers for operand in layer.delayed_state.operands if not operand.from_data]
+        self._bounds = self._bounds_of_weights()
+        self._moved = self._in_high_precision()
         self._delayed = [
             layer.delayed_state
             for layer, recipe in zip(layers, self._recipes, strict=True)
             if recipe is not None and recipe.delayed is not None
         ]
+        # What was not known at the capture has taken no part in it.
+        self._known = [operand for state in self._delayed for operand in state.operands if not operand.from_data]
         self._steps = -1
         self._replayed = False
         self._warned = False
@@ -166,6 +169,9 @@ class GraphedForward:
         self._replayed = not kwargs and self._fits(args) and self._would_do_the_same()
         if not self._replayed:
             return self._forward(*args, **kwargs)
+        for layer, bound in zip(self._layers, self._bounds, strict=True):
+            if bound is not None:
+                bound.follow(layer.weight_parts())
         context = current_context()
         for state in self._delayed:
             state.takes_part = True
@@ -179,6 +185,13 @@ class GraphedForward:
             None if layer.delayed_state.high_precision else recipe_in_force(layer.recipe, layer.layer_name)
             for layer in self._layers
         ]
+
+    def _in_high_precision(self) -> list[bool]:
+        """Which layers are, whatever recipe is in force."""
+        return [layer.delayed_state.high_precision for layer in self._layers]
+
+    def _bounds_of_weights(self) -> list[WeightBound | None]:
+        return [layer.delayed_state.weight_bound for layer in self._layers]
 
     def _fits(self, args: tuple[Any, ...]) -> bool:
         """True for tensors like the samples: torch copies them over those, and would convert or spread others."""
@@ -210,7 +223,9 @@ class GraphedForward:
             and current_count() is None
             and not any(layer.observer is not None for layer in self._layers)
             and not any(map(_is_unknown, self._known))
+            and self._in_high_precision() == self._moved
             and self._has_same_recipes(None if frame is None or not frame.enabled else frame.recipe)
+            and self._bounds_of_weights() == self._bounds
         )
 
     def _has_same_recipes(self, given: Recipe | None) -> bool:

@@ -171,8 +171,9 @@ def _updates(states: list[LayerState], otherwise: Recipe | None) -> list[_Update
         return _cut(_grouped(states, otherwise))
     known = states[0].updates
     # The tensor tells of another device.
-    parts = [part for s in states for part in (s.recipe, s.input, s.weight, s.grad_output, s.input.gathered)]
-    parts.append(otherwise)
+    parts: list[object] = [otherwise]
+    for state in states:
+        parts += (state.recipe, *state.operands, state.input.gathered, state.high_precision)
     if known is None or len(known[0]) != len(parts) or not all(map(is_, known[0], parts)):
         known = states[0].updates = parts, _cut(_grouped(states, otherwise))
     updates: list[_Update] = known[1]

@@ -8,8 +8,7 @@ equal, NaN to NaN; a case passes if all are. The emulation runs on the same GPU.
 
 Of what differs other readings are tried, and the shares that they reach recorded as `other`. Of an accumulator: K split
 into runs of whole blocks of 128 whose sums are added in float32, as cuBLASLt does for small outputs, and promotion
-after another number of elements. Of outputs by row: the scales in another order. Of outputs by block: a block's sum
-scaled and added by one rounding, its scales one after the other, K split.
+after another number of elements. Of outputs by row: the scales in another order. Of outputs by block: K split.
 
 One JSON line a case (hardware, versions, commit). Exit status 1 if a case differs, 2 without a CUDA device.
 """
@@ -19,7 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -134,45 +133,20 @@ def one_block_output(x: Tensor, w: Tensor, by_square: bool, power_of_two: bool) 
     result: Result = {"equal": share(found, block_scaled_mm_hopper(a, b, scale_a, scale_b, None, torch.bfloat16))}
     if result["equal"] < 1:
         of_a, of_b = (expanded(scale, codes)[:, ::PROMOTED].t() for scale, codes in ((scale_a, a), (scale_b, b)))
-        result["other"] = block_readings(a, b, of_a, of_b, found)
+        result["other"] = block_readings(a, b, of_a, of_b, by_square, found)
     return result
 
 
-def block_readings(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, found: Tensor) -> dict[str, float]:
-    """Of products by block; `of_a`, `of_b`: scales [K / 128, M] and [K / 128, N]."""
-    starts = range(0, a.shape[1], PROMOTED)
-    sums = [hopper_sum(a[:, k : k + PROMOTED], b[:, k : k + PROMOTED], False) for k in starts]
-    zero = torch.zeros(a.shape[0], b.shape[0], device=a.device)
-
-    def scaled(block: int, order: str) -> Tensor:
-        one, other = of_a[block, :, None], of_b[block, None, :]
-        if order == "at once":
-            return sums[block] * (one * other)
-        return sums[block] * one * other if order == "a first" else sums[block] * other * one
-
-    def fused(out: Tensor, block: int) -> Tensor:
-        # The product of two float32 is exact in float64; the sum is rounded twice, seldom another way.
-        return (sums[block].double() * (of_a[block, :, None] * of_b[block, None, :]).double() + out.double()).float()
-
-    def fused_a(out: Tensor, block: int) -> Tensor:
-        return ((sums[block] * of_b[block]).double() * of_a[block, :, None].double() + out.double()).float()
-
-    def fused_b(out: Tensor, block: int) -> Tensor:
-        return ((sums[block] * of_a[block, :, None]).double() * of_b[block].double() + out.double()).float()
-
-    readings: dict[str, Callable[[Tensor, int], Tensor]] = {
-        "fused, both scales at once": fused,
-        "fused, scale_b then scale_a": fused_a,
-        "fused, scale_a then scale_b": fused_b,
-        "scale_a, then scale_b": lambda out, block: out + scaled(block, "a first"),
-        "scale_b, then scale_a": lambda out, block: out + scaled(block, "b first"),
-    }
-    shares = {}
-    for name, added in readings.items():
-        out = zero
-        for block in range(len(sums)):
-            out = added(out, block)
-        shares[name] = share(found, out.bfloat16())
+def block_readings(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, joined: bool, found: Tensor) -> dict[str, float]:
+    """Of products by block whose K is split; `of_a`, `of_b`: scales [K / 128, M] and [K / 128, N]."""
+    blocks, shares = a.shape[1] // PROMOTED, {}
+    for parts in SPLITS:
+        length = -(-blocks // parts)
+        out = torch.zeros(a.shape[0], b.shape[0], device=a.device)
+        for first in range(0, blocks, length):
+            run, of_k = slice(first, first + length), slice(first * PROMOTED, (first + length) * PROMOTED)
+            out += hopper_sum(a[:, of_k], b[:, of_k], True, of_a[run], of_b[run], joined=joined)
+        shares[f"K split by {parts}"] = share(found, out.bfloat16())
     return shares
 
 

@@ -161,14 +161,15 @@ def block_scaled_mm_hopper(
 ) -> Tensor:
     """As `block_scaled_mm`, with the sums of Hopper's tensor cores; any device, any formats.
 
-    Each block's sum is rounded by its scales and by the addition in float32: once if scales are powers of two. MX,
+    Each block's sum is rounded by the addition in float32, and by a scale before that unless it is a power of two. MX,
     which Hopper does not have, is summed as a kernel there would have to: every 32 of K.
     """
     # 1. One scale a row and block of K.  [K / 128 or / 32, M], and N
     block = block_under(scale_a)
     of_a, of_b = (expanded(scale, codes)[:, ::block].t() for scale, codes in ((scale_a, a), (scale_b, b)))
     # 2. Sums of each block in the tensor core's register, scaled and added in float32.  [M, K] @ [K, N] -> [M, N]
-    out = hopper_sum(a, b, promoted=True, scale_a=of_a, scale_b=of_b, period=block)
+    joined = not is_by_row(scale_b, b)
+    out = hopper_sum(a, b, promoted=True, scale_a=of_a, scale_b=of_b, period=block, joined=joined)
     # 3. Bias in float32, one rounding.
     return _with_bias(out, bias, out_dtype)
 

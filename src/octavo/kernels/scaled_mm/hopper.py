@@ -14,6 +14,9 @@ zero, zero as +0: Khattak and Mikaitis, "Accurate Models of NVIDIA Tensor Cores"
 "MMA-Sim", arXiv:2511.10909. Promotion to float32 every 128 of K: CUTLASS, `GmmaFP8Accumulation`, four instructions of
 32. All of it together is what the packages mmasim 2.1.1 and mmaemu 0.1.0 compute; the latter replays an H100's outputs.
 
+Scales by block. As cuBLASLt 13 multiplies on an H200, seen bit for bit: the sum of a block of 128 enters by a fused
+multiply-add, times both scales if those of b are by 128x128, else first times that of a.
+
 What it does not do: cuBLASLt may split K of outputs that are too small to fill the card, and add the parts in float32;
 which products it splits depends on its version and on the card, and none is split here. NaN and infinities are IEEE's;
 the bits of a NaN are not the hardware's.
@@ -65,6 +68,7 @@ def hopper_sum(
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
     period: int = PROMOTED,
+    joined: bool = False,
 ) -> Tensor:
     """The accumulator of each element of the output -> float32 [M, N]; any device.
 
@@ -72,9 +76,10 @@ def hopper_sum(
         a, b: codes [M, K] and [N, K], of any format.
         promoted: every `period` of K the register is added to float32, to nearest even, and starts again at zero:
             "precise".
-        scale_a, scale_b: float32 [ceil(K / period), M] and [ceil(K / period), N]: the register is multiplied by the
-            product of both before it is added; needs `promoted`.
+        scale_a, scale_b: float32 [ceil(K / period), M] and [ceil(K / period), N]: of each period; needs `promoted`.
         period: a multiple of 32.
+        joined: the register times the product of both scales is added by one rounding; False: the register times
+            scale_a, rounded, times scale_b is.
     """
     # 1. Values and exponents; NaN and infinities are zero until step 3.  [K', M], [K', N]
     left, right = _operand(a), _operand(b)
@@ -89,11 +94,20 @@ def hopper_sum(
         for chunk, start in enumerate(range(0, left.values.shape[0], every)):
             whole = slice(start, start + every)
             register = _register(_part(left, whole, rows), _part(right, whole, columns), work)
-            if scale_a is not None and scale_b is not None:
-                register = register * (scale_a[chunk, rows, None] * scale_b[chunk, columns])
-            tile += register
+            if scale_a is None or scale_b is None:
+                tile += register
+            else:
+                _add_scaled(tile, register, scale_a[chunk, rows, None], scale_b[chunk, columns], joined)
     # 3. Where IEEE's sum is not finite, it is the result.
     return _with_specials(out, a, b)
+
+
+def _add_scaled(tile: Tensor, register: Tensor, scale_a: Tensor, scale_b: Tensor, joined: bool) -> None:
+    """tile [m, n] += register [m, n] by scales [m, 1] and [n], as a fused multiply-add."""
+    one, other = (register, scale_a * scale_b) if joined else (register * scale_a, scale_b)
+    # The product of two float32 is exact in float64. The sum is rounded to float64 and then to float32, which differs
+    # from one rounding where the first lands on a tie of the second: about once in 2^29.
+    tile.copy_(torch.addcmul(tile.double(), one.double(), other.double()))
 
 
 def _operand(codes: Tensor) -> _Operand:

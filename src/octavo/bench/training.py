@@ -143,6 +143,12 @@ def _captured(stepper: _Stepper) -> Call:
     # As in `CudaGraphs.capture`.
     gc.collect()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        stepper.run()
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            stepper.run()
+    except Exception:
+        # The generator believes that the capture goes on, and whoever draws from it next would fail.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
     return graph.replay

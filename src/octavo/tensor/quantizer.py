@@ -88,12 +88,12 @@ class CurrentQuantizer(StatelessQuantizer):
     def __call__(self, x: Tensor, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Operand:
         """Codes of x [M, K] under scales measured from it."""
         spec = self.spec
-        if self.measures_rows and rowwise and not (columnwise or column_sum):
-            return Operand(*row_cast(x, spec.format, spec.rule), None, None)
         by_row: Tensor | None
         by_column: Tensor | None
         if spec.granularity is TENSOR:
             by_row = by_column = self.largest(x)
+        elif self.measures_rows and rowwise and not (columnwise or column_sum):
+            return Operand(*row_cast(x, spec.format, spec.rule), None, None)
         else:
             # One scale a row of each layout: a row of the transposed matrix is a column of x.
             by_row, by_column = amax_by_row_and_column(x, rowwise, columnwise)

@@ -89,6 +89,8 @@ def step_figures(session: Session, case: ModelCase, variant: Variant, samples: i
     """
     session.forget_compiled()
     _count_memory_anew(session)
+    # What earlier sections still hold is no part of the step.
+    before = torch.cuda.memory_allocated(session.device) / 2**30 if session.on_gpu else 0.0
     small = not session.on_gpu
     start = time.perf_counter()
     # What eager steps before compiling took and left is no part of the compiled ones.
@@ -116,7 +118,10 @@ def step_figures(session: Session, case: ModelCase, variant: Variant, samples: i
     figures = timing.row() | {"per_s": things / timing.median, "unit": case.unit}
     figures |= {"build_s": round(built - start, 2), "warm_s": round(warmed - built, 2)}
     figures |= {"converted": training.layers, "parameters": training.parameters, "loss": float(training.loss())}
-    return figures | memory_figures(session)
+    figures |= memory_figures(session)
+    if figures["peak_gib"] is not None:
+        figures["peak_gib"] = round(figures["peak_gib"] - before, 3)
+    return figures
 
 
 def _count_memory_anew(session: Session) -> None:

@@ -7,9 +7,9 @@ Prints OK at the end; exit status 1 if a kernel was not launched, 2 without a CU
 asked by `check_kernels.py`. torch's caching of memory is off: inside of one large block an access beyond a tensor's end
 would be no error.
 
-Most of the time goes into compiling, 0.4 s a variant: 22 of casts, 12 of blocks, 20 of norms, 22 of activations and
-as many of gates, 16 of grouped, 19 of losses, 9 of attention, and those of four recipes' layers. `--only casts` and so
-on, each in a process of its own, share it.
+Most of the time goes into compiling, 0.4 s a variant: 22 of casts, 12 of blocks, 20 of norms, 17 of rows, 22 of
+activations and as many of gates, 16 of grouped, 19 of losses, 9 of attention, 3 of updates, and those of four recipes'
+layers. `--only casts` and so on, each in a process of its own, share it.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from octavo.kernels.amax import amax_by_row_and_column, partial_amax
 from octavo.kernels.block_cast import block_cast
 from octavo.kernels.cast_transpose import cast_transpose
 from octavo.kernels.cross_entropy import LossRule, cross_entropy, cross_entropy_gradient, cross_entropy_with_gradient
+from octavo.kernels.delayed_update import delayed_update_in_place
 from octavo.kernels.fp8_attention import fp8_attention, fp8_attention_gradient
 from octavo.kernels.gated_backward_cast import gated_backward_cast, gated_backward_output
 from octavo.kernels.gated_cast import gated_cast, gated_output
@@ -53,6 +54,7 @@ from octavo.kernels.norm_backward import norm_backward
 from octavo.kernels.norm_cast import norm_cast, norm_output
 from octavo.kernels.norm_cast.norm import Norm
 from octavo.kernels.norm_cast.reference import statistics
+from octavo.kernels.row_cast import gated_row_cast, norm_row_cast, row_cast
 from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from octavo.scaling import BLOCK_1X128, BLOCK_128X128
 
@@ -113,6 +115,17 @@ def norms(x: Tensor, every: bool) -> None:
         norm_backward(x, x.contiguous(), norm, weight, *given)
         if every:
             norm_backward(x.float(), x, norm, None, *given, (True, False, False))
+
+
+def rows(x: Tensor, every: bool) -> None:
+    """A scale a row measured in one pass: as it is, normalised, of a gate and of an activation."""
+    row_cast(x, E4M3, RULE)
+    norm_row_cast(x, Norm("rms", through=BF16), None, None, E4M3, RULE, return_output=every)
+    gated_row_cast(x, x.contiguous(), "silu", E4M3, RULE, through=BF16)
+    if every:
+        weight, bias = torch.randn(2, x.shape[1], device=x.device).unbind()
+        norm_row_cast(x, Norm("layer", through=BF16), weight, bias, E5M2, RULE)
+        gated_row_cast(x, None, "gelu_tanh", E4M3, ScaleRule(), through=BF16)
 
 
 def activations(x: Tensor, every: bool) -> None:
@@ -190,6 +203,16 @@ def losses(x: Tensor, every: bool) -> None:
     cross_entropy_with_gradient(x.clone(), targets)
 
 
+def updates() -> None:
+    """The end of a step of operands that stay where they are."""
+    for length, algorithm in ((1, "max"), (37, "max"), (1024, "most_recent")):
+        histories = [torch.rand(length, device="cuda") for _ in range(5)]
+        scales, gathered = ([torch.rand((), device="cuda") for _ in range(5)] for _ in range(2))
+        update = delayed_update_in_place(histories, scales, gathered, (448.0, 57344.0), 3, 0, algorithm)
+        for _ in range(2):
+            update()
+
+
 def layers() -> None:
     """A Linear of odd sizes, forward and backward, with every recipe: what is around the kernels."""
     for recipe in (DelayedScaling(), CurrentScaling(), RowwiseScaling(), BlockScaling()):
@@ -228,6 +251,7 @@ PARTS: dict[str, Callable[[Tensor, bool], None]] = {
     "casts": casts,
     "blocks": blocks,
     "norms": norms,
+    "rows": rows,
     "activations": activations,
     "gated": gated,
     "grouped": grouped,
@@ -236,7 +260,7 @@ PARTS: dict[str, Callable[[Tensor, bool], None]] = {
 
 
 # Parts that make their own operands.
-ALONE: dict[str, Callable[[], None]] = {"attention": attention, "layers": layers}
+ALONE: dict[str, Callable[[], None]] = {"attention": attention, "updates": updates, "layers": layers}
 
 
 def main() -> int:

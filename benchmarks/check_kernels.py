@@ -32,6 +32,7 @@ from octavo.formats import E4M3, E5M2, Format
 from octavo.kernels.amax import amax_by_row_and_column, amax_reference, partial_amax
 from octavo.kernels.cast_transpose import ScaleRule, cast_transpose, cast_transpose_reference, launch
 from octavo.scaling import ROW, multiplier_from_amax, scale_from_multiplier
+from octavo.study.environment import device_name, version_of
 from benchmarks.check_products import check_products
 from benchmarks.check_reductions import check_amaxes, check_sums, check_updates
 from benchmarks.comparing import compare, differing
@@ -79,15 +80,13 @@ class Checks:
         partial.replace(path)
 
 
-def environment(commit: str | None = None) -> Result:
+def environment(commit: str | None = None, device: str = "cuda") -> Result:
     """What the figures belong to; `commit` where git cannot tell it."""
-    import triton
-
     return {
-        "hardware": torch.cuda.get_device_name(),
+        "hardware": device_name(torch.device(device)),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "triton": triton.__version__,
+        "triton": version_of("triton"),
         "commit": commit or _commit(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

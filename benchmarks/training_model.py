@@ -23,7 +23,7 @@ from octavo.study.corpus import load_corpus
 from octavo.study.documents import texts
 from octavo.study.model import ModelShape, build_model
 from octavo.study.tokenizer import train_encoder
-from octavo.study.tokens import Batches
+from octavo.study.tokens import Batches, TokenData
 
 Mode = Literal["eager", "blocks", "whole", "captured"]
 # A language model of a shape, tokens [B, T] -> logits [B, T, V], from a seed.
@@ -160,15 +160,18 @@ def captured(call: Any) -> torch.cuda.CUDAGraph:
 
 
 @lru_cache(maxsize=1)
-def token_stream() -> Tensor:
-    """The training split of the text that ships with Python, int32 [tokens]; a vocabulary of its own."""
-    training_texts = texts(load_corpus("docs").split()["train"])
-    return train_encoder(training_texts, VOCABULARY).encode(training_texts)
+def token_streams(vocabulary: int) -> TokenData:
+    """The splits of the text that ships with Python, tokens of a vocabulary that is trained on the training split."""
+    parts = {split: texts(documents) for split, documents in load_corpus("docs").split().items()}
+    encoder = train_encoder(parts["train"], vocabulary)
+    return TokenData(**{split: encoder.encode(part) for split, part in parts.items()})
 
 
 def batches_of(setting: Setting, seed: int = 0, device: str = "cuda") -> Batches:
     """The batches of a seed, by step."""
-    return Batches(token_stream(), setting.batch_size, setting.shape.context, seed, torch.device(device))
+    return Batches(
+        token_streams(VOCABULARY).train, setting.batch_size, setting.shape.context, seed, torch.device(device)
+    )
 
 
 def random_batch(setting: Setting, device: str = "cuda", seed: int = 0) -> tuple[Tensor, Tensor]:

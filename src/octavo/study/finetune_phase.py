@@ -13,7 +13,7 @@ from torch import nn
 
 from octavo.conversion import convert, unconvert
 from octavo.recipes import CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
-from octavo.runtime import count_gemms, update_scales
+from octavo.runtime import GemmCount, count_gemms, update_scales
 from octavo.study.atomic import read_json, write_json
 from octavo.study.baseline_phase import baseline_model, forward_steps, step_seconds, wanted_steps
 from octavo.study.budget import TrainingCost, fit_training
@@ -144,7 +144,7 @@ def tuned(run: Run, method: TuningMethod, steps: int, validations: int) -> list[
         folder=run.folder / FINETUNE / method.key,
     )
     result = trainer.run(run.progress, run.stop)
-    gemms = fp8_products(trainer)
+    gemms = products_of_a_step(trainer).fp8
     if method.recipe is not None:
         unconvert(model)
     save_weights(model, run.folder / FINETUNE / method.key / WEIGHTS)
@@ -155,8 +155,8 @@ def tuned(run: Run, method: TuningMethod, steps: int, validations: int) -> list[
     return rows
 
 
-def fp8_products(trainer: Trainer) -> int:
-    """How many products of one training step run in FP8: the proof that FP8 was on."""
+def products_of_a_step(trainer: Trainer) -> GemmCount:
+    """The products of one training step, by precision: the proof that FP8 was on."""
     inputs, targets = trainer.batches(0)
     trainer.model.train()
     with count_gemms() as gemms:
@@ -164,7 +164,7 @@ def fp8_products(trainer: Trainer) -> int:
             logits = trainer.model(inputs)
         F.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1)).backward()
     trainer.model.zero_grad(set_to_none=True)
-    return gemms.fp8
+    return gemms
 
 
 def reseeded(rows: list[Row], seed: int) -> list[Row]:

@@ -30,7 +30,7 @@ from benchmarks.recipe_table import BASELINE, joined, read, table
 from benchmarks.training_curves import CURVE, SEEDS
 
 EXTENTS = {
-    "cpu": Extent(steps=100, batch=PRESET.batch_size, validation_tokens=PRESET.test_tokens),
+    "cpu": Extent(steps=60, batch=PRESET.batch_size, validation_tokens=PRESET.test_tokens),
     "cuda": Extent(steps=300, batch=CURVE.batch_size, validation_tokens=None),
 }
 
@@ -42,7 +42,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME",
                         help=f"among {', '.join(NAMES)} (default: all)")  # fmt: skip
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
-    parser.add_argument("--steps", type=int, help="default: 300, on a CPU 100")
+    parser.add_argument("--steps", type=int, help="default: 300, on a CPU 60")
     parser.add_argument("--batch", type=int, help="sequences a step (default: 16, on a CPU 4)")
     parser.add_argument("--seconds", type=float, default=900, help="start no run after this long (default 900)")
     parser.add_argument("--device", choices=tuple(EXTENTS), default="cuda" if torch.cuda.is_available() else "cpu")

@@ -68,16 +68,17 @@ NAMES = (BASELINE, *RECIPES, STATIC)
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """How much a run trains on and reads afterwards; `validation_tokens` None reads the whole split."""
+    """How much a run trains on, how fast, and what it reads afterwards; `validation_tokens` None is the whole split."""
 
     steps: int
     batch: int
+    learning_rate: float = PRESET.learning_rate
     validation_tokens: int | None
 
     @property
     def calibrated_after(self) -> int:
-        """Steps in BF16 before static scales are calibrated: a quarter."""
-        return self.steps // 4
+        """Steps in BF16 before static scales are calibrated: a quarter, at least one."""
+        return max(1, self.steps // 4)
 
 
 def train(recipe: str, seed: int, extent: Extent, device: str) -> Result:
@@ -100,7 +101,7 @@ def trainer_of(model: nn.Module, recipe: str, seed: int, extent: Extent, device:
     where, data, shape = torch.device(device), token_streams(PRESET.tokenizer_vocabulary), PRESET.shape
     plan = TrainingPlan(
         steps=extent.steps,
-        learning_rate=PRESET.learning_rate,
+        learning_rate=extent.learning_rate,
         warmup=PRESET.warmup,
         evaluate_every=extent.steps,
         # A log waits for the device.

@@ -14,7 +14,7 @@ from typing import Any
 Result = dict[str, Any]
 BASELINE = "bf16"  # the name under which runs without FP8 are recorded
 BOUND = 0.01  # of the ratio of mean perplexities
-_SAME = ("hardware", "steps", "batch", "validation_tokens")
+_SAME = ("hardware", "steps", "batch", "learning_rate", "validation_tokens")
 _OF_THE_RUN = ("torch", "cuda", "triton", "commit", "time")
 _LABELS = {
     "bf16": "BF16",

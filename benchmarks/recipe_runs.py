@@ -72,7 +72,7 @@ class Extent:
 
     steps: int
     batch: int
-    learning_rate: float = PRESET.learning_rate
+    learning_rate: float
     validation_tokens: int | None
 
     @property

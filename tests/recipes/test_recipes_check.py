@@ -87,7 +87,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     words = {split: " ".join(source.choices(WORDS, k=800)) for split in SPLITS}
     corpus = Corpus("words", "test", tuple(Document(split, text, split) for split, text in words.items()))
     monkeypatch.setattr(training_model, "load_corpus", lambda name: corpus)
-    monkeypatch.setitem(check_recipes.EXTENTS, "cpu", Extent(steps=4, batch=1, validation_tokens=256))
+    monkeypatch.setitem(
+        check_recipes.EXTENTS, "cpu", Extent(steps=4, batch=1, learning_rate=1e-3, validation_tokens=256)
+    )
     threads = torch.get_num_threads()
     training_model.token_streams.cache_clear()
     yield

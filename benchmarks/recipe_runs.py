@@ -33,7 +33,7 @@ from octavo.study.evaluation import Evaluator
 from octavo.study.finetune_phase import products_of_a_step
 from octavo.study.model import build_model
 from octavo.study.settings import PRESETS
-from octavo.study.tokens import Batches
+from octavo.study.tokens import Batches, TokenData, evaluation_windows
 from octavo.study.training import Precision, Trainer, TrainingPlan, TrainingResult
 
 Result = dict[str, Any]
@@ -63,7 +63,10 @@ RECIPES: dict[str, Recipe] = {
     "custom": CUSTOM,
     "current_stochastic": CurrentScaling(grad_output_rounding="stochastic"),
 }
-NAMES = (BASELINE, *RECIPES, STATIC)
+# BF16 from slightly other weights: how far a perplexity moves that no recipe touched.
+CONTROL = "bf16_perturbed"
+PERTURBATION = 0.026  # of each weight, the error of a cast to E4M3
+NAMES = (BASELINE, CONTROL, *RECIPES, STATIC)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,9 @@ class Extent:
 def train(recipe: str, seed: int, extent: Extent, device: str) -> Result:
     """One training, evaluated; the row's figures."""
     model = build_model(PRESET.shape, seed).to(device)
-    torch.manual_seed(seed)  # stochastic rounding draws from here
+    torch.manual_seed(seed)  # stochastic rounding draws from here, and the perturbation
+    if recipe == CONTROL:
+        perturb(model)
     note = None
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(model, recipe, seed, extent, device, Path(folder))
@@ -128,6 +133,14 @@ def converted(model: nn.Module, recipe: Recipe) -> None:
     assert len(found) == 4 * PRESET.shape.layers, "all linear layers of the blocks run in FP8"
 
 
+@torch.no_grad()
+def perturb(model: nn.Module) -> None:
+    """Each element of each matrix times a draw of N(1, PERTURBATION²)."""
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.mul_(1 + PERTURBATION * torch.randn_like(parameter))
+
+
 def calibrated(trainer: Trainer, extent: Extent) -> str:
     """Train a little in BF16, then give each layer a static scale for its input; what was done, for the row.
 
@@ -157,9 +170,18 @@ def figures(trainer: Trainer, result: TrainingResult) -> Result:
         "products": products(count),
         "train_loss": round(final, 5),
         "perplexity": validation["perplexity"],
+        "unigram": unigram(token_streams(PRESET.tokenizer_vocabulary), trainer.validate),
         "tokens_per_s": None if result.steps_per_s is None else round(result.steps_per_s * tokens, 1),
         "peak_memory_bytes": result.peak_memory_bytes,
     }
+
+
+def unigram(data: TokenData, validate: Evaluator) -> float:
+    """The perplexity of the same text under the frequencies of tokens in the training split, a half added to each."""
+    counts = torch.bincount(data.train.long(), minlength=PRESET.shape.vocab_size).double() + 0.5
+    windows = evaluation_windows(data.validation, validate.context, validate.batch_size, validate.max_tokens)
+    targets = torch.cat([targets.flatten() for _, targets in windows])
+    return float((counts.sum() / counts).log()[targets].mean().exp())
 
 
 def products(count: GemmCount) -> dict[str, str]:

@@ -18,6 +18,7 @@ _SAME = ("hardware", "steps", "batch", "learning_rate", "validation_tokens")
 _OF_THE_RUN = ("torch", "cuda", "triton", "commit", "time")
 _LABELS = {
     "bf16": "BF16",
+    "bf16_perturbed": "BF16, its first weights perturbed by 2.6 %",
     "delayed": "`DelayedScaling(amax_history_len=16)`",
     "current": "`CurrentScaling()`",
     "rowwise": "`RowwiseScaling()`",

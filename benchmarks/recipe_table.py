@@ -99,10 +99,11 @@ def table(rows: list[Result]) -> str:
 def _table(group: dict[str, list[Result]]) -> str:
     reference = _by_seed(group.get(BASELINE, []))
     first = next(iter(group.values()))[0]
+    seeds = {row["seed"] for own in group.values() for row in own}
     lines = [
         f"{first['hardware']}, {first['steps']} steps of {first['batch']} sequences:",
         "",
-        "| recipe | perplexity, mean of the seeds | against BF16 | tokens/s | memory | native or emulated |",
+        f"| recipe | perplexity, mean of {len(seeds)} seeds | against BF16 | tokens/s | memory | native or emulated |",
         "|---|---|---|---|---|---|",
     ]
     for recipe in sorted(group, key=list(_LABELS).index):

@@ -65,7 +65,7 @@ def test_only_runs_of_one_machine_extent_and_seed_are_compared() -> None:
 
 def test_the_table_says_what_was_not_measured_alone() -> None:
     shown = recipe_table.table([*BASELINE, run_of("block", 0, 101.0), run_of("block", 1, 103.98)])
-    assert "one, 10 steps of 4 sequences:" in shown
+    assert "one, 10 steps of 4 sequences:\n\n| recipe | perplexity, mean of 2 seeds |" in shown
     assert "| BF16 | 102.00 | — | about 1,000 | — | emulated |" in shown
     assert "| `BlockScaling()` | 102.49 | +0.48 % | about 1,000 | — | emulated |" in shown
 
@@ -100,18 +100,20 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("small")
 def test_a_few_steps_of_each_way_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "runs.jsonl"
-    options = ["--device", "cpu", "--seeds", "0", "--recipes", "static", "delayed", "custom", "bf16"]
+    names = ["static", "delayed", "custom", "bf16_perturbed", "bf16"]
+    options = ["--device", "cpu", "--seeds", "0", "--recipes", *names]
     assert check_recipes.main([*options, "--out", str(out)]) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     runs = {row["recipe"]: row for row in rows if row["check"] == "run"}
-    assert list(runs) == ["bf16", "static", "delayed", "custom"]
+    assert list(runs) == ["bf16", *names[:-1]]
     assert {name: row["execution"] for name, row in runs.items()} == {
         "bf16": "high precision",
+        "bf16_perturbed": "high precision",
         "static": "emulated",
         "delayed": "emulated",
         "custom": "emulated, wgrad high precision",
     }
     assert "after 1 steps in BF16" in runs["static"]["note"]
-    # FP8 changes each perplexity, and at this rate of learning hardly.
-    assert len({row["perplexity"] for row in runs.values()}) == 4
+    # FP8 changes each perplexity, and in four steps hardly.
+    assert len({row["perplexity"] for row in runs.values()}) == 5
     assert all(abs(row["against_bf16"] - 1) < 0.01 for row in runs.values())

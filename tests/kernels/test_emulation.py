@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -170,16 +171,71 @@ def test_products_of_experts_ask_as_well(sizes: str) -> None:
         assert (one - other).norm() < 0.02 * one.norm()
 
 
-def test_what_is_taken_from_torch_without_a_promise() -> None:
-    key = "octavo.test"
-    torch._C._stash_obj_in_tls(key, "here")
-    assert torch._C._is_key_in_tls(key)
-    assert torch._C._get_obj_in_tls(key) == "here"
-    seen: list[bool] = []
-    thread = threading.Thread(target=lambda: seen.append(torch._C._is_key_in_tls(key)))
+# Backwards within backwards: from this depth on torch runs them in threads of its own, as it runs those on a GPU.
+DEEP = 70
+
+
+class Nested(torch.autograd.Function):
+    """Calls a backward in its backward, and the innermost one calls `within`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, depth: int, within: Callable[[], None]) -> Tensor:
+        ctx.depth, ctx.within = depth, within
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.depth == DEEP:
+            ctx.within()
+        else:
+            nested_backward(ctx.within, ctx.depth + 1)
+        return gradient, None, None
+
+
+def nested_backward(within: Callable[[], None], depth: int = 0) -> None:
+    with torch.enable_grad():
+        Nested.apply(torch.ones(2, requires_grad=True), depth, within).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def test_a_backward_in_a_thread_of_torch_s_follows_who_called_it() -> None:
+    seen: list[Any] = []
+
+    def look() -> None:
+        seen.append((threading.get_ident() == here, current_emulation()))
+
+    here = threading.get_ident()
+    nested_backward(look)
+    with octavo.emulation("hopper"):
+        nested_backward(look)
+        with octavo.emulation("auto"):
+            nested_backward(look)
+    assert seen == [(False, "fp32"), (False, "hopper"), (False, "fp32")]
+
+
+@pytest.mark.parametrize("other", ["fp32", "hopper"])
+def test_a_thread_of_torch_s_does_not_choose_between_two_callers(other: Any) -> None:
+    entered, left, seen = threading.Event(), threading.Event(), []
+
+    def elsewhere() -> None:
+        with octavo.emulation(other):
+            entered.set()
+            left.wait()
+
+    thread = threading.Thread(target=elsewhere)
     thread.start()
-    thread.join()
-    assert seen == [False]
+    entered.wait()
+    try:
+        assert current_emulation() == "fp32", "this thread is in no context"
+        with octavo.emulation("hopper"):
+            if other == "hopper":
+                nested_backward(lambda: seen.append(current_emulation()))
+            else:
+                with pytest.raises(RuntimeError, match=r"two threads are inside of octavo\.emulation contexts"):
+                    nested_backward(lambda: seen.append(current_emulation()))
+    finally:
+        left.set()
+        thread.join()
+    assert seen == (["hopper"] if other == "hopper" else [])
 
 
 @pytest.mark.gpu

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -260,6 +262,73 @@ def test_compiled_functions_run_compiled_again_after_a_watched_step_and_after_th
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize("first_out", [0, 1])
+@pytest.mark.parametrize("shared", [False, True], ids=["two models", "one model"])
+def test_two_guards_of_the_same_steps_leave_nothing_behind_in_any_order(shared: bool, first_out: int) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    function = torch.compile(lambda x: x + 1, backend=counter)
+    models = [network()] * 2 if shared else [network(), network()]
+    for model in models[: 1 if shared else 2]:
+        octavo.convert(model, CurrentScaling())
+    guards = [octavo.PrecisionGuard(model, every=1) for model in models]
+    for _ in range(2):
+        for model in models:
+            model(torch.randn(4, WIDTH))
+        for guard in (guards[first_out], guards[1 - first_out]):
+            assert guard.step() == []
+            assert {name for name, _ in guard.figures} == set()
+    for model in models:
+        model(torch.randn(4, WIDTH))
+    assert [len(guard.figures) for guard in guards] == [6, 6]
+    guards[first_out].remove()
+    function(torch.ones(2))
+    assert counter.frame_count == 0, "the other one still watches"
+    seen = guards[first_out].figures.copy()
+    for model in models:
+        model(torch.randn(4, WIDTH) * 100)
+    assert guards[first_out].figures == seen, "it records no more, in plans that were made before either"
+    guards[1 - first_out].remove()
+    function(torch.ones(2))
+    assert counter.frame_count == 1
+    assert all(layer.observer is None for model in models for layer in (model[0], model[3], model[4]))
+
+
+def test_a_guard_and_watch_come_and_go_in_any_order() -> None:
+    run = Run(CurrentScaling(), every=1)
+    x = torch.randn(4, WIDTH)
+
+    def mine(operand: Any, quantizer: Any) -> Any:
+        return quantizer
+
+    run.guard.remove()
+    run.model[0].observer = mine
+    guard = octavo.PrecisionGuard(run.model, every=1)
+    with octavo.inspection.watch(run.model) as seen:
+        run.model(x)
+        guard.remove()
+        seen.statistics.clear()
+        run.model(x)
+        assert len(seen.statistics) == 6
+    assert run.model[0].observer is mine
+    assert run.model[3].observer is None
+
+
+def test_a_guard_that_is_gone_for_good_does_not_hold_the_stance() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    function = torch.compile(lambda x: x + 1, backend=counter)
+    model = network()
+    octavo.convert(model)
+    gone = octavo.PrecisionGuard(model, every=1)
+    del gone, model
+    gc.collect()
+    run = Run(CurrentScaling(), every=1)
+    run.guard.remove()
+    function(torch.ones(2))
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -287,6 +356,15 @@ def test_what_cannot_be_guarded_is_refused() -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_stance_is_left() -> Any:
+def no_stance_is_left(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made, build = [], octavo.PrecisionGuard.__init__
+
+    def built(guard: Any, *args: Any, **options: Any) -> None:
+        build(guard, *args, **options)
+        made.append(weakref.ref(guard))
+
+    monkeypatch.setattr(octavo.PrecisionGuard, "__init__", built)
     yield
-    torch.compiler.set_stance("default")
+    for guard in made:
+        if guard() is not None:
+            guard().remove()

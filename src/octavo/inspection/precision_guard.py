@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.inspection.eager_steps import begin_eager, end_eager
 from octavo.inspection.layer_probe import OperandFigures, operand_figures
+from octavo.inspection.observer_chain import add_observer, remove_observer
 from octavo.inspection.precision_table import PrecisionBounds
 from octavo.inspection.watch import watched_quantizer
 from octavo.modules import FP8LinearMixin
@@ -91,8 +93,8 @@ class PrecisionGuard:
         self._bounds, self._every, self._patience, self._group = bounds or PrecisionBounds(), every, patience, group
         self._steps = 0
         self._outside = dict.fromkeys(self._layers, 0)  # watched steps in a row outside of the bounds
-        self._observers: dict[str, Observer | None] = {}
-        self._stance: Any = None
+        self._observers: dict[str, Observer] = {}
+        self._watching = False
         self._saw_nothing = False
         self.moved: dict[str, str] = {}
         self.figures: dict[tuple[str, str], OperandFigures] = {}
@@ -103,7 +105,7 @@ class PrecisionGuard:
 
         Call it once a step, after its last backward and before the next forward.
         """
-        watched = self._stance is not None
+        watched = self._watching
         self._stop_watching()
         self._steps += 1
         moving = self._judged() if watched else []
@@ -165,25 +167,22 @@ class PrecisionGuard:
         if (self._steps + 1) % self._every or not self._layers:
             return
         self.figures = {}
-        self._stance = torch.compiler.set_stance("force_eager")
-        self._stance.__enter__()
+        self._watching = True
+        begin_eager(self)
         for name, layer in self._layers.items():
             # A layer converted back in the meantime has none.
             if isinstance(layer, FP8LinearMixin) and not layer.delayed_state.high_precision:
-                self._observers[name] = layer.observer
-                layer.observer = self._observer(name, layer.observer)
+                self._observers[name] = self._observer(name)
+                add_observer(layer, self._observers[name])
 
     def _stop_watching(self) -> None:
         for name, observer in self._observers.items():
-            layer = self._layers[name]
-            if isinstance(layer, FP8LinearMixin):
-                layer.observer = observer
+            remove_observer(self._layers[name], observer)
         self._observers = {}
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
-            self._stance = None
+        self._watching = False
+        end_eager(self)
 
-    def _observer(self, name: str, outer: Observer | None) -> Observer:
+    def _observer(self, name: str) -> Observer:
         def record(operand: OperandName) -> Callable[[Tensor, Operand], None]:
             def note(x: Tensor, result: Operand) -> None:
                 seen = operand_figures(operand, x, result)
@@ -193,8 +192,7 @@ class PrecisionGuard:
             return note
 
         def observe(operand: OperandName, quantizer: Quantizer) -> Quantizer:
-            inner = quantizer if outer is None else outer(operand, quantizer)
-            return watched_quantizer(inner, record(operand))
+            return watched_quantizer(quantizer, record(operand))
 
         return observe
 

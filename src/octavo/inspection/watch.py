@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.inspection.observer_chain import add_observer, remove_observer
 from octavo.inspection.statistics import Statistics, operand_statistics
 from octavo.modules import FP8LinearMixin
 from octavo.recipes import OperandName
@@ -44,7 +45,7 @@ class watch:
         self.model = model
         self.statistics: dict[tuple[str, str], Statistics] = {}
         self.scales: dict[tuple[str, str], float] = {}
-        self._outer: list[list[tuple[FP8LinearMixin, Observer | None]]] = []
+        self._placed: list[list[tuple[FP8LinearMixin, Observer]]] = []
 
     def __enter__(self) -> watch:
         layers = list(_layers(self.model))
@@ -52,21 +53,19 @@ class watch:
             raise ValueError(f"{type(self.model).__name__} has no FP8 layer to watch: octavo.convert(model) makes some")
         if is_compiled(self.model):
             raise ValueError(f"{type(self.model).__name__} is compiled: {_COMPILED}")
-        self._outer.append([(layer, layer.observer) for _, layer in layers])
-        for name, layer in layers:
-            layer.observer = torch.compiler.disable(self._observer(name, layer.observer), reason=_COMPILED)
+        placed = [(layer, torch.compiler.disable(self._observer(name), reason=_COMPILED)) for name, layer in layers]
+        for layer, observer in placed:
+            add_observer(layer, observer)
+        self._placed.append(placed)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for layer, observer in self._outer.pop():
-            # A layer converted back in the meantime has none.
-            if isinstance(layer, FP8LinearMixin):
-                layer.observer = observer
+        for layer, observer in self._placed.pop():
+            remove_observer(layer, observer)
 
-    def _observer(self, layer: str, outer: Observer | None) -> Observer:
+    def _observer(self, layer: str) -> Observer:
         def observe(operand: OperandName, quantizer: Quantizer) -> Quantizer:
-            inner = quantizer if outer is None else outer(operand, quantizer)
-            watched = watched_quantizer(inner, lambda x, result: self._record((layer, operand), x, result))
+            watched = watched_quantizer(quantizer, lambda x, result: self._record((layer, operand), x, result))
             disabled: Quantizer = torch.compiler.disable(watched, reason=_COMPILED)
             return disabled
 

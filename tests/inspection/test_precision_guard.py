@@ -144,6 +144,51 @@ def test_converting_again_brings_a_layer_back() -> None:
     assert counted.fp8 == 3
 
 
+@pytest.mark.parametrize("back_first", [False, True])
+def test_a_layer_converted_again_is_guarded_again(back_first: bool) -> None:
+    run = Run(CurrentScaling(), every=2)
+    run.step(1e4)
+    with pytest.warns(UserWarning, match="PrecisionGuard: 3"):
+        assert run.step(1e4) == ["3"]
+    if back_first:
+        octavo.unconvert(run.model)
+    octavo.convert(run.model, CurrentScaling())
+    assert run.guard.state_dict()["moved"] == {}
+    assert run.step() == []
+    assert run.guard.moved == {}
+    with pytest.warns(UserWarning, match="PrecisionGuard: 3"):
+        assert run.step(1e4) == ["3"]
+    with octavo.count_gemms() as counted:
+        run.model(torch.randn(4, WIDTH))
+    assert counted.fp8 == 2
+
+
+def test_a_step_takes_a_layer_that_was_converted_again_out_of_those_moved() -> None:
+    run = Run(CurrentScaling(), every=1)
+    with pytest.warns(UserWarning, match="PrecisionGuard: 3"):
+        run.step(1e4)
+    octavo.convert(run.model, CurrentScaling())
+    assert run.step() == []
+    assert run.guard.moved == {}
+
+
+def test_two_guards_of_one_model_move_a_layer_once() -> None:
+    run = Run(CurrentScaling(), every=1)
+    other = octavo.PrecisionGuard(run.model, every=1)
+    with pytest.warns(UserWarning, match="PrecisionGuard: 3"):
+        assert run.step(1e4) == ["3"]
+    assert other.step() == []
+    assert other.moved == {}
+
+
+def test_a_layer_converted_back_within_its_watched_step_does_not_move() -> None:
+    run = Run(CurrentScaling(), every=1)
+    run.model[2].gain[5] = 1e4
+    run.model(torch.randn(64, WIDTH))
+    octavo.unconvert(run.model)
+    assert run.guard.step() == []
+
+
 def test_patience_waits_for_watched_steps_in_a_row() -> None:
     run = Run(CurrentScaling(), every=1, patience=3)
     assert [run.step(size) for size in (1e4, 1e4, 1.0, 1e4, 1e4)] == [[]] * 5

@@ -62,7 +62,7 @@ class PrecisionGuard:
         group: the process group that moves the same layers; the default group if None.
 
     Attributes:
-        moved: names of the layers in high precision, and why.
+        moved: names of the layers in high precision, and why; one that was converted again is taken out by `step`.
         figures: of the last watched step, by (layer, operand), the worst of its casts.
 
     Raises:
@@ -106,6 +106,7 @@ class PrecisionGuard:
         Call it once a step, after its last backward and before the next forward.
         """
         watched = self._watching
+        self._forget_brought_back()
         self._stop_watching()
         self._steps += 1
         moving = self._judged() if watched else []
@@ -140,6 +141,7 @@ class PrecisionGuard:
 
     def state_dict(self) -> dict[str, Any]:
         """How many steps there were, and which layers were moved, why."""
+        self._forget_brought_back()
         return {"steps": self._steps, "moved": dict(self.moved), "outside": dict(self._outside)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -149,7 +151,7 @@ class PrecisionGuard:
             ValueError: a layer that this model has not.
         """
         for name in state["moved"]:
-            if name not in self._layers:
+            if not isinstance(self._layers.get(name), FP8LinearMixin):
                 raise ValueError(
                     f"the state moves {name!r}, which is no FP8 layer of this model: convert it as it was when the"
                     " state was saved"
@@ -170,8 +172,7 @@ class PrecisionGuard:
         self._watching = True
         begin_eager(self)
         for name, layer in self._layers.items():
-            # A layer converted back in the meantime has none.
-            if isinstance(layer, FP8LinearMixin) and not layer.delayed_state.high_precision:
+            if _runs_in_fp8(layer):
                 self._observers[name] = self._observer(name)
                 add_observer(layer, self._observers[name])
 
@@ -224,14 +225,25 @@ class PrecisionGuard:
         ]
         device = next(iter(self._layers.values())).weight.device
         flags = agreed_maximum(torch.tensor(chosen, dtype=torch.float32, device=device), self._group).tolist()
-        return [name for name, flag in zip(self._layers, flags, strict=True) if flag and name not in self.moved]
+        return [
+            name
+            for (name, layer), flag in zip(self._layers.items(), flags, strict=True)
+            if flag and _runs_in_fp8(layer)
+        ]
 
     def _move(self, name: str, reason: str) -> None:
         self.moved[name] = reason
         self._layers[name].delayed_state.high_precision = True
 
+    def _forget_brought_back(self) -> None:
+        """Forget what was moved and does not run in high precision any more: it was converted again, or back."""
+        for name in list(self.moved):
+            if not _is_moved(self._layers[name]):
+                del self.moved[name]
+                self._outside[name] = 0
+
     def _notice_unseen(self) -> None:
-        if not self.figures and not self._saw_nothing and len(self.moved) < len(self._layers):
+        if not self.figures and not self._saw_nothing and any(map(_runs_in_fp8, self._layers.values())):
             self._saw_nothing = True
             warnings.warn(
                 "octavo.PrecisionGuard: in the step that was watched no FP8 layer has cast anything. FP8 was off, the"
@@ -239,3 +251,13 @@ class PrecisionGuard:
                 " whose replays nobody can watch: watch before capturing, or use octavo.make_graphed_callables",
                 stacklevel=4,
             )
+
+
+def _is_moved(layer: nn.Module) -> bool:
+    """True for an FP8 layer that runs in high precision; one that was converted back is no FP8 layer any more."""
+    return isinstance(layer, FP8LinearMixin) and layer.delayed_state.high_precision
+
+
+def _runs_in_fp8(layer: nn.Module) -> bool:
+    """True for an FP8 layer that was not moved, by whomever."""
+    return isinstance(layer, FP8LinearMixin) and not layer.delayed_state.high_precision

@@ -189,6 +189,50 @@ def test_a_layer_converted_back_within_its_watched_step_does_not_move() -> None:
     assert run.guard.step() == []
 
 
+@pytest.mark.parametrize("context", [False, True])
+def test_a_layer_is_released_after_the_guard_has_ended(context: bool) -> None:
+    run = Run(DelayedScaling(), every=1)
+    with pytest.warns(UserWarning, match="PrecisionGuard: 3"):
+        run.step(1e4)
+    if context:
+        with run.guard:
+            pass
+    else:
+        run.guard.remove()
+    run.guard.remove()
+    assert list(run.guard.state_dict()["moved"]) == ["3"], "it stays until it is released"
+    with pytest.raises(ValueError, match="'0' was not moved: '3'"):
+        run.guard.release("3", "0")
+    assert list(run.guard.moved) == ["3"]
+    run.guard.release("3", "3")
+    assert run.guard.moved == {}
+    assert run.step() == []
+    assert run.model[3].observer is None
+    with octavo.count_gemms() as counted:
+        run.model(torch.randn(4, WIDTH))
+    assert counted.fp8 == 3
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_was_converted_back_is_released_as_it_is(ended: bool) -> None:
+    run = Run(CurrentScaling(), every=1)
+    with pytest.warns(UserWarning, match="PrecisionGuard: 3"):
+        run.step(1e4)
+    if ended:
+        run.guard.remove()
+    octavo.unconvert(run.model)
+    run.guard.release()
+    assert run.guard.moved == {}
+    assert type(run.model[3]) is nn.Linear
+
+
+def test_a_state_is_no_use_to_a_model_converted_back() -> None:
+    run = Run(CurrentScaling(), every=1)
+    octavo.unconvert(run.model)
+    with pytest.raises(ValueError, match="the state moves '3', which is no FP8 layer"):
+        run.guard.load_state_dict({"steps": 1, "moved": {"3": "why"}, "outside": {}})
+
+
 def test_patience_waits_for_watched_steps_in_a_row() -> None:
     run = Run(CurrentScaling(), every=1, patience=3)
     assert [run.step(size) for size in (1e4, 1e4, 1.0, 1e4, 1e4)] == [[]] * 5

@@ -94,7 +94,7 @@ class PrecisionGuard:
         self._steps = 0
         self._outside = dict.fromkeys(self._layers, 0)  # watched steps in a row outside of the bounds
         self._observers: dict[str, Observer] = {}
-        self._watching = False
+        self._watching = self._ended = False
         self._saw_nothing = False
         self.moved: dict[str, str] = {}
         self.figures: dict[tuple[str, str], OperandFigures] = {}
@@ -116,22 +116,28 @@ class PrecisionGuard:
     def release(self, *names: str) -> None:
         """Bring layers back into FP8; all that were moved if none is named. Delayed scaling measures them anew.
 
+        After `remove` too. A layer that `octavo.unconvert` has turned back meanwhile stays as it is.
+
         Raises:
-            ValueError: a layer that was not moved.
+            ValueError: a layer that was not moved; none is brought back then.
         """
-        for name in names or list(self.moved):
+        for name in names:
             if name not in self.moved:
                 raise ValueError(f"{name!r} was not moved: {', '.join(map(repr, self.moved)) or 'no layer was'}")
-            del self.moved[name]
+        for name in dict.fromkeys(names or self.moved):
+            layer = self._layers[name]
+            if _is_moved(layer):
+                layer.delayed_state.high_precision = False
+                layer.delayed_state.measure_next()
             self._outside[name] = 0
-            state = self._layers[name].delayed_state
-            state.high_precision = False
-            state.measure_next()
+            del self.moved[name]
 
     def remove(self) -> None:
-        """Watch no more. Layers that were moved stay so; `release` them first if they shall not."""
+        """Watch no more. Layers that were moved stay so; `release` brings them back, now or later."""
         self._stop_watching()
-        self._layers = {}
+        self._ended = True
+        # What `release` needs.
+        self._layers = {name: self._layers[name] for name in self.moved}
 
     def __enter__(self) -> PrecisionGuard:
         return self
@@ -166,7 +172,7 @@ class PrecisionGuard:
 
     def _watch_next(self) -> None:
         """Watch the step that begins now, if it is its turn."""
-        if (self._steps + 1) % self._every or not self._layers:
+        if (self._steps + 1) % self._every or self._ended:
             return
         self.figures = {}
         self._watching = True

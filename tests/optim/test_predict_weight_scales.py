@@ -277,7 +277,8 @@ def test_with_a_loss_scaler_skipped_steps_do_not_raise_the_bound() -> None:
     assert set(predicted.slack().values()) == {0.0}
 
 
-def test_delayed_scaling_has_no_history_of_the_weight_meanwhile_and_begins_anew_after() -> None:
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_delayed_scaling_has_no_history_of_the_weight_meanwhile_and_begins_anew_after(steps_before: int) -> None:
     model = network()
     octavo.convert(model, RECIPES["delayed"])
     optimizer = torch.optim.AdamW(model.parameters())
@@ -287,7 +288,8 @@ def test_delayed_scaling_has_no_history_of_the_weight_meanwhile_and_begins_anew_
         octavo.update_scales(model)
         optimizer.step()
 
-    step()
+    for _ in range(steps_before):
+        step()
     predicted = octavo.predict_weight_scales(model, optimizer)
     for _ in range(3):
         step()
@@ -297,8 +299,12 @@ def test_delayed_scaling_has_no_history_of_the_weight_meanwhile_and_begins_anew_
     assert saved["0.input_amax_history"].any()
     predicted.remove()
     step()
-    amax = model.state_dict()["0.weight_amax_history"].max().item()
-    assert amax == pytest.approx(model[0].weight.abs().max().item(), rel=0.05)
+    step()
+    step()
+    saved = model.state_dict()
+    assert saved["0.weight_amax_history"].max().item() == pytest.approx(model[0].weight.abs().max().item(), rel=0.05)
+    assert saved["0.weight_scale"].isfinite()
+    assert not model[0].delayed_state.weight.from_data
     assert model[0].delayed_state.weight_bound is None
 
 

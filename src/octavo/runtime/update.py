@@ -173,7 +173,7 @@ def _updates(states: list[LayerState], otherwise: Recipe | None) -> list[_Update
     # The tensor tells of another device.
     parts: list[object] = [otherwise]
     for state in states:
-        parts += (state.recipe, *state.operands, state.input.gathered, state.high_precision)
+        parts += (state.recipe, *state.operands, state.input.gathered, state.high_precision, state.weight_bound)
     if known is None or len(known[0]) != len(parts) or not all(map(is_, known[0], parts)):
         known = states[0].updates = parts, _cut(_grouped(states, otherwise))
     updates: list[_Update] = known[1]

@@ -16,7 +16,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import octavo
 import octavo.tensor.quantizer
-from octavo.recipes import CurrentScaling, DelayedScaling, Recipe, RowwiseScaling, StaticScaling
+from octavo.recipes import (
+    CurrentScaling,
+    CustomRecipe,
+    DelayedScaling,
+    QuantizeSpec,
+    Recipe,
+    RowwiseScaling,
+    StaticScaling,
+)
 
 RECIPES: dict[str, Recipe] = {
     "current": CurrentScaling(),
@@ -432,6 +440,44 @@ def test_bad_input_is_refused(case: str) -> None:
     call, error, message = REFUSED[case]
     with pytest.raises(error, match=message):
         call()
+
+
+CURRENT, GRADIENT = QuantizeSpec(format="E4M3"), QuantizeSpec(format="E5M2")
+
+
+def with_weight(forward: QuantizeSpec, backward: QuantizeSpec) -> Recipe:
+    return CustomRecipe(
+        fprop_input=CURRENT,
+        fprop_weight=forward,
+        dgrad_grad_output=GRADIENT,
+        dgrad_weight=backward,
+        wgrad_grad_output=GRADIENT,
+        wgrad_input=CURRENT,
+        **({"amax_history_len": 4} if forward.scaling == "delayed" else {}),
+    )
+
+
+DRAWN = QuantizeSpec(format="E4M3", scaling="delayed", rounding="stochastic")
+BY_CHANCE, IN_TWO_WAYS = with_weight(DRAWN, DRAWN), with_weight(CURRENT, QuantizeSpec(format="E4M3", granularity="row"))
+
+
+@pytest.mark.parametrize("recipe", [BY_CHANCE, IN_TWO_WAYS], ids=["by chance", "in two ways"])
+def test_what_the_casts_do_not_take_is_left_and_said(recipe: Recipe) -> None:
+    model = nn.Sequential(octavo.Linear(32, 32, recipe=recipe), octavo.Linear(32, 32, recipe=CurrentScaling()))
+    found = predicted(model)
+    assert found.layers == ["1"]
+    assert found.left == {"0": "CustomRecipe rounds the weight by chance, or casts it in two ways"}
+
+
+def test_under_a_recipe_that_takes_no_bound_the_weight_has_its_history() -> None:
+    model = nn.Sequential(octavo.Linear(32, 32, recipe=DelayedScaling(amax_history_len=4)))
+    predicted(model)
+    octavo.set_recipe(model, BY_CHANCE)
+    for _ in range(2):
+        model(torch.randn(8, 32)).sum().backward()
+        octavo.update_scales(model)
+    assert not model[0].delayed_state.weight.from_data
+    assert model.state_dict()["0.weight_scale"].isfinite()
 
 
 def test_fp8_weights_are_left_and_said() -> None:

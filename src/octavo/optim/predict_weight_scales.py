@@ -25,7 +25,7 @@ from octavo.kernels import amax
 from octavo.modules import FP8LinearMixin
 from octavo.optim.bound_table import FROZEN, BoundTable
 from octavo.optim.step_bound import Step, StepBound, adam_step, check_known, given_step
-from octavo.runtime import WeightBound
+from octavo.runtime import WeightBound, takes_bound
 from octavo.runtime.given_model import check_model
 from octavo.scaling import TENSOR, as_matrix
 from octavo.tensor import QuantizedTensor, stays_in_place
@@ -214,6 +214,8 @@ def _reason(layer: FP8LinearMixin, groups: dict[int, int]) -> str:
     spec = None if layer.recipe is None else layer.recipe.linear.weight
     if spec is not None and (spec.granularity is not TENSOR or spec.scaling == "static"):
         return f"{type(layer.recipe).__name__} measures no scale of the whole weight"
+    if layer.recipe is not None and not takes_bound(layer.recipe.linear):
+        return f"{type(layer.recipe).__name__} rounds the weight by chance, or casts it in two ways"
     if any(isinstance(part, QuantizedTensor) for part in parts):
         return "its weight exists in FP8 alone"
     if any(type(part) is not nn.Parameter for part in parts):

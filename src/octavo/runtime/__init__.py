@@ -9,7 +9,7 @@ from octavo.runtime.layer_state import LayerState, registered_states, states_of
 from octavo.runtime.optimizer_steps import STALE_STEPS, optimizer_steps
 from octavo.runtime.plan import LinearPlan, Observer, plan_linear
 from octavo.runtime.update import Agreement, agreed_maximum, set_agreement, update_scales
-from octavo.runtime.weight_bound import WeightBound
+from octavo.runtime.weight_bound import WeightBound, takes_bound
 from octavo.runtime.weight_caching import cached_weights, caches_weights
 
 __all__ = [
@@ -37,5 +37,6 @@ __all__ = [
     "registered_states",
     "set_agreement",
     "states_of",
+    "takes_bound",
     "update_scales",
 ]

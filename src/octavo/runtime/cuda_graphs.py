@@ -28,7 +28,7 @@ from octavo.runtime.counting import current_count
 from octavo.runtime.layer_state import LayerState, registered_states
 from octavo.runtime.optimizer_steps import STALE_STEPS, optimizer_steps
 from octavo.runtime.update import update_states
-from octavo.runtime.weight_bound import WeightBound
+from octavo.runtime.weight_bound import WeightBound, takes_bound
 from octavo.scaling import resized_history
 from octavo.tensor import OperandState
 
@@ -362,7 +362,8 @@ def _learn_scales(states: list[LayerState]) -> None:
         for operand in state.operands:
             operand.resize(state.update.amax_history_len)
         # A gradient's stays unknown where no backward comes by.
-        if state.input.from_data or (state.weight.from_data and state.weight_bound is None):
+        predicted = state.weight_bound is not None and state.recipe is not None and takes_bound(state.recipe.linear)
+        if state.input.from_data or (state.weight.from_data and not predicted):
             raise ValueError(
                 "the sample arguments tell no scale for a layer whose scales are not known yet: its input or its weight"
                 " is all zero, or it did not run. Give samples like the real data, or run a step first"

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from octavo.recipes import Accumulate, LinearSpecs, OperandName
+from octavo.recipes import Accumulate, OperandName
 from octavo.runtime.checkpointing import Call
 from octavo.runtime.counting import GemmCount, current_count
 from octavo.runtime.layer_state import LayerState
-from octavo.scaling import PRODUCT_BLOCKS, TENSOR
+from octavo.runtime.weight_bound import takes_bound
+from octavo.scaling import PRODUCT_BLOCKS
 from octavo.tensor import (
     BlockQuantizer,
     CurrentQuantizer,
@@ -103,7 +104,7 @@ def _planned(
     grad_quantizer: Quantizer = grad_made or DelayedQuantizer(
         specs.grad_output, state.grad_output, gather=True, from_data=from_dy
     )
-    if state.weight_bound is not None and _takes_bound(specs):
+    if state.weight_bound is not None and takes_bound(specs):
         weight_quantizer = PredictedQuantizer(specs.weight, state.weight_bound.amax)
     if observer is not None:
         input_quantizer = observer("input", input_quantizer)
@@ -126,13 +127,6 @@ def _planned(
         state.input,
         specs.dgrad_fp8 and call.recipe.saved_weight == "high_precision" and observer is None,
     )
-
-
-def _takes_bound(specs: LinearSpecs) -> bool:
-    """True if the scale of a weight is one from its amax, of now or of the past, in both its uses."""
-    spec = specs.weight
-    alike = specs.weight_t is spec and spec.rounding == "nearest"
-    return alike and spec.granularity is TENSOR and spec.scaling != "static"
 
 
 def _stateless(spec: QuantizeSpec, transposed: QuantizeSpec) -> Quantizer | None:

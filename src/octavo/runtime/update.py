@@ -20,6 +20,7 @@ from octavo.kernels import SCALE_ALIGNMENT, delayed_update
 from octavo.recipes import DelayedUpdate, Recipe
 from octavo.runtime.given_model import check_model
 from octavo.runtime.layer_state import LayerState, registered_states, states_of
+from octavo.runtime.weight_bound import takes_bound
 from octavo.tensor import (
     OperandState,
     StepRule,
@@ -211,7 +212,7 @@ def _grouped(states: list[LayerState], otherwise: Recipe | None) -> _Grouped:
             by_format = grouped.setdefault(_Rule(state.device, recipe.delayed), {})
             known[made_for] = [by_format.setdefault(spec.format.max, []) for spec in recipe.linear[:3]]
         for operands, operand in zip(known[made_for], state.operands, strict=True):
-            if operand is state.weight and state.weight_bound is not None:
+            if operand is state.weight and state.weight_bound is not None and takes_bound(recipe.linear):
                 continue  # its casts gather nothing
             if operand.shared:
                 if id(operand) in seen:

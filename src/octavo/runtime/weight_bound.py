@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.amax import amax
-from octavo.scaling import as_matrix
+from octavo.recipes import LinearSpecs
+from octavo.scaling import TENSOR, as_matrix
 
 
 class WeightBound:
@@ -71,6 +72,13 @@ class WeightBound:
         """Measure the weight if it is not what was noted."""
         if self._contents != _contents(parts):
             self.measure()
+
+
+def takes_bound(specs: LinearSpecs) -> bool:
+    """True if the scale of a weight is one from its amax, of now or of the past, in both its uses."""
+    spec = specs.weight
+    alike = specs.weight_t is spec and spec.rounding == "nearest"
+    return alike and spec.granularity is TENSOR and spec.scaling != "static"
 
 
 def _contents(parts: list[Tensor]) -> list[tuple[int, int]]:

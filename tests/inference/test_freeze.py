@@ -113,6 +113,23 @@ def test_a_layer_in_several_places_is_replaced_in_all() -> None:
     assert model["b"][0] is model["a"]
 
 
+def test_a_tied_head_stays_as_converted_and_unconvert_still_turns_it_back() -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(48, 32), "body": nn.Linear(32, 32), "head": nn.Linear(32, 48)})
+    model["head"].weight = model["embedding"].weight
+    octavo.convert(model, CurrentScaling(), **CONVERSION)
+    x = torch.randn(4, 32)
+    converted = model["head"](x)
+    report = freeze(model)
+    assert [row.name for row in report.left] == ["head"]
+    assert type(model["head"]) is octavo.Linear
+    assert torch.equal(model["head"](x), converted)
+    octavo.unconvert(model)
+    assert type(model["body"]) is FrozenLinear
+    assert type(model["head"]) is nn.Linear
+    assert model["head"].weight is model["embedding"].weight
+    assert not torch.equal(model["head"](x), converted)
+
+
 def test_tied_weights_stay_tied() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -9,7 +9,7 @@ from octavo.conversion.report import StructureReport, structure_lines
 
 
 class LeftLayer(NamedTuple):
-    """A linear layer that stays as it is.
+    """A linear layer that stays as it is: in high precision, or in FP8 by its recipe if it was converted before.
 
     Attributes:
         name: qualified name in the model.
@@ -32,7 +32,8 @@ class FreezeReport(list[str]):
         structures: MLPs and normalisations that were looked at.
 
     Attributes:
-        left: linear layers that stay as they are, each with its reason.
+        left: linear layers that stay as they are, each with its reason: in high precision, or, of those converted
+            before, in FP8 as converted, which `octavo.unconvert` still turns back.
         structures: MLPs and normalisations, in the order of the model: whether each is computed as one, or why not.
     """
 

@@ -234,6 +234,137 @@ def test_groups_take_their_own_learning_rates() -> None:
     assert slack["2"] > 1 > 0.05 > slack["0"]
 
 
+def step_of_ones(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def appended(optimizer: torch.optim.Optimizer, weight: Any) -> None:
+    weight.requires_grad_()
+    optimizer.param_groups[0]["params"].append(weight)
+
+
+def in_a_new_group(optimizer: torch.optim.Optimizer, weight: Any) -> None:
+    weight.requires_grad_()
+    optimizer.add_param_group({"params": [weight], "lr": 0.2})
+
+
+def in_a_new_group_with_betas(optimizer: torch.optim.Optimizer, weight: Any) -> None:
+    weight.requires_grad_()
+    optimizer.add_param_group({"params": [weight], "lr": 0.2, "betas": (0.8, 0.99)})
+
+
+@pytest.mark.parametrize("thaw", [appended, in_a_new_group, in_a_new_group_with_betas])
+@pytest.mark.parametrize("in_a_hook", [False, True])
+def test_a_frozen_weight_that_is_trained_later_is_followed(thaw: Callable[..., None], in_a_hook: bool) -> None:
+    model = converted()
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[2].parameters(), 0.1)
+    octavo.predict_weight_scales(model, optimizer, every=1000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step_of_ones(optimizer)
+        if in_a_hook:
+            model[0].weight.grad = torch.ones_like(model[0].weight)
+            handle = optimizer.register_step_pre_hook(lambda *_: thaw(optimizer, model[0].weight))
+            step_of_ones(optimizer)
+            handle.remove()
+            assert_nothing_saturates(model)
+        else:
+            thaw(optimizer, model[0].weight)
+        for _ in range(5):
+            step_of_ones(optimizer)
+            assert_nothing_saturates(model)
+    assert bound_of(model[0]) > 1.2 * model[0].weight.abs().max().item()
+
+
+def test_a_weight_that_is_moved_between_groups_takes_the_rate_of_the_new_one() -> None:
+    model = converted()
+    groups = [{"params": model[0].parameters(), "lr": 1e-4}, {"params": model[2].parameters(), "lr": 0.5}]
+    optimizer = torch.optim.AdamW(groups)
+    octavo.predict_weight_scales(model, optimizer, every=1000)
+    step_of_ones(optimizer)
+    slow, fast = (group["params"] for group in optimizer.param_groups)
+    index = next(place for place, parameter in enumerate(slow) if parameter is model[0].weight)
+    slow[index], fast[index] = fast[index], slow[index]
+    for _ in range(3):
+        step_of_ones(optimizer)
+        assert_nothing_saturates(model)
+
+
+def test_a_rate_that_another_hook_lowers_after_the_step_is_not_that_of_the_step() -> None:
+    model = converted()
+    optimizer = torch.optim.AdamW(model.parameters(), 1.0)
+    optimizer.register_step_post_hook(lambda *_: optimizer.param_groups[0].update(lr=0.0))
+    octavo.predict_weight_scales(model, optimizer, every=1000)
+    step_of_ones(optimizer)
+    assert_nothing_saturates(model)
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+def test_of_two_rates_around_a_step_the_larger_counts(tensors: bool) -> None:
+    model = converted()
+    rate = [torch.tensor(1e-4), torch.tensor(0.5)] if tensors else [1e-4, 0.5]
+    optimizer = torch.optim.AdamW(model.parameters(), rate[0], foreach=False)
+    octavo.predict_weight_scales(model, optimizer, every=1000)
+    optimizer.register_step_pre_hook(lambda *_: optimizer.param_groups[0].update(lr=rate[1]))
+    step_of_ones(optimizer)
+    assert_nothing_saturates(model)
+
+
+def test_an_edit_in_an_earlier_hook_after_the_step_is_noticed() -> None:
+    model = converted()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    @torch.no_grad()
+    def grow(*arguments: Any) -> None:
+        model[0].weight.mul_(100.0)
+
+    optimizer.register_step_post_hook(grow)
+    octavo.predict_weight_scales(model, optimizer, every=1000)
+    step_of_ones(optimizer)
+    model(torch.randn(4, 32))
+    assert_nothing_saturates(model)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_another_optimizer_is_followed_when_the_first_is_gone(fused: bool) -> None:
+    model = converted()
+    optimizer = torch.optim.AdamW(model.parameters())
+    octavo.predict_weight_scales(model, optimizer)
+    del optimizer
+    gc.collect()
+    step_of_ones(torch.optim.AdamW(model.parameters(), 1.0, fused=fused))
+    assert_nothing_saturates(model)
+
+
+def test_weights_and_gradients_go_with_the_model_and_the_optimizer() -> None:
+    model = converted()
+    optimizer = torch.optim.AdamW(model.parameters())
+    octavo.predict_weight_scales(model, optimizer)
+    model(torch.randn(4, 32)).sum().backward()
+    optimizer.step()
+    held = [weakref.ref(p) for p in model.parameters()]
+    held += [weakref.ref(p.grad) for p in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in held] == [None] * len(held)
+
+
+def test_parts_of_a_weight_in_several_groups_are_measured_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = converted()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    other = nn.Parameter(torch.zeros_like(model[0].weight))
+    octavo.predict_weight_scales(model, optimizer, every=1000)
+    optimizer.add_param_group({"params": [other], "lr": 0.9})
+    monkeypatch.setattr(model[0], "weight_parts", lambda: [model[0].weight, other])
+    for _ in range(3):
+        step_of_ones(optimizer)
+        assert bound_of(model[0]) == max(part.abs().max().item() for part in model[0].weight_parts())
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("update_first", [True, False])
 def test_compiled_code_follows_without_another_graph(recipe: str, update_first: bool) -> None:

@@ -7,7 +7,8 @@ Rounding is monotone, and a weight's own update rounds to the same dtype: |w| <=
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,14 +19,19 @@ from octavo.runtime import WeightBound
 
 # In the place of a param group: no step moves the weight.
 FROZEN = -1
+# Or: its parts lie in several, and it is measured after each step.
+SEVERAL = -2
 
 
 class BoundTable:
     """Bounds of weights alike.
 
     Args:
-        layers: of one device and dtype, those of one param group side by side.
-        groups: of each layer, the index of the param group that its weight is in, or FROZEN.
+        layers: of one device and dtype, those of one param group side by side: one launch raises neighbours.
+        groups: of each layer, the index of the param group that its weight is in, FROZEN or SEVERAL.
+
+    Attributes:
+        groups: those of the step that was seen last.
     """
 
     def __init__(self, layers: Sequence[Any], groups: Sequence[int]) -> None:
@@ -40,23 +46,25 @@ class BoundTable:
         for bound in self.bounds:
             # It stays where it is, and may be written to: what torch._dynamo.mark_static_address tells the compiler.
             bound.amax._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
-        self._ranges = _ranges(groups)
+        self.groups = list(groups)
 
     @torch.no_grad()
-    def advance(self, step_of: Callable[[int, torch.dtype], Step]) -> None:
-        """Raise the bounds by one step; nothing waits for the device."""
-        for group, (begin, end) in self._ranges.items():
-            step, rows = step_of(group, self.dtype), self._exact[begin:end]
+    def advance(self, steps: Mapping[int, Step]) -> None:
+        """Raise the bounds by one step, given by group; nothing waits for the device."""
+        for group, begin, end in _runs(self.groups):
+            step, rows = steps[group], self._exact[begin:end]
             if isinstance(step.factor, torch.Tensor) or step.factor != 1:
                 rows.mul_(step.factor)
             rows.add_(step.added)
         self._amax[:, 0].data.copy_(self._exact)
 
 
-def _ranges(groups: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Where the rows of each group lie."""
-    return {
-        group: (groups.index(group), len(groups) - groups[::-1].index(group))
-        for group in dict.fromkeys(groups)
-        if group != FROZEN
-    }
+def _runs(groups: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(group, begin, end) of neighbouring rows of one group."""
+    runs, begin = [], 0
+    for group, rows in groupby(groups):
+        end = begin + len(list(rows))
+        if group >= 0:
+            runs.append((group, begin, end))
+        begin = end
+    return runs

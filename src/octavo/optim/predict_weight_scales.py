@@ -15,7 +15,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,8 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.kernels import amax
 from octavo.modules import FP8LinearMixin
-from octavo.optim.bound_table import FROZEN, BoundTable
-from octavo.optim.step_bound import Step, StepBound, adam_step, check_known, given_step
+from octavo.optim.bound_table import FROZEN, SEVERAL, BoundTable
+from octavo.optim.step_bound import Step, StepBound, adam_step, check_known, given_step, larger
 from octavo.runtime import WeightBound, takes_bound
 from octavo.runtime.given_model import check_model
 from octavo.scaling import TENSOR, as_matrix
@@ -87,8 +87,12 @@ class PredictedWeightScales:
     ) -> None:
         """As `predict_weight_scales`, whose arguments they are."""
         self._every, self._step_bound, self._steps = every, step_bound, 0
-        self._groups, self._betas = optimizer.param_groups, _betas(optimizer)
         self._optimizer = weakref.ref(optimizer)
+        # Of each weight, those of its moments.
+        self._betas: dict[WeightBound, tuple[Any, Any]] = {}
+        self._edited: list[WeightBound] = []
+        self._before: list[_Seen] = []
+        self._over = False
         self.layers, self.left, rows = _chosen(model, optimizer)
         if not rows:
             why = "; ".join(f"{name or '(root)'}: {reason}" for name, reason in list(self.left.items())[:3])
@@ -97,17 +101,17 @@ class PredictedWeightScales:
                 f"{f' ({why})' if why else ''}: octavo.convert(model, CurrentScaling()) or DelayedScaling() first"
             )
         self._tables = [BoundTable(*zip(*some, strict=True)) for some in rows]
-        for table in self._tables:
-            table.advance(self._step)  # what has no bound is refused before anything is changed
+        self._look(optimizer)  # what has no bound is refused before anything is changed
         self.measure()
         for bound, layer in self._followed():
             layer.delayed_state.predict_weight(bound)
+            # Who moves the weight when this optimizer is gone must still be noticed.
+            bound.keeps = self
         self._hooks: list[Any] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
-            register_optimizer_step_post_hook(self._after_any_step),
         ]
-        self._edited: list[WeightBound] = []
+        _PREDICTIONS.add(self)
 
     def measure(self) -> None:
         """Measure all weights now, as after an edit that leaves no trace."""
@@ -128,6 +132,12 @@ class PredictedWeightScales:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        _PREDICTIONS.discard(self)
+        self._end()
+
+    def _end(self) -> None:
+        # The hooks stay where they are: an optimizer that is going through them suffers no change.
+        self._over = True
         for bound, layer in self._followed():
             if layer.delayed_state.weight_bound is bound:
                 layer.delayed_state.predict_weight(None)
@@ -140,50 +150,120 @@ class PredictedWeightScales:
                 if isinstance(layer, FP8LinearMixin):
                     yield bound, layer
 
-    def _step(self, group: int, dtype: torch.dtype) -> Step:
+    def _look(self, optimizer: torch.optim.Optimizer) -> list[_Seen]:
+        """What a step would do to each table as things are; nothing, and the prediction ends, if there is no telling."""
+        index, seen = _group_indices(optimizer), []
+        for table in self._tables:
+            groups = [_group_of(bound.layer, index) for bound in table.bounds]
+            if self._step_bound is None and self._betas_changed(optimizer, table, groups):
+                self._end()
+                return []
+            some = dict.fromkeys(group for group in groups if group >= 0)
+            seen.append(_Seen(groups, {group: self._step(optimizer.param_groups[group], table) for group in some}))
+        return seen
+
+    def _step(self, group: dict[str, Any], table: BoundTable) -> Step:
         if self._step_bound is not None:
-            return given_step(self._step_bound, self._groups[group], dtype)
-        return adam_step(self._groups[group], dtype)
+            return given_step(self._step_bound, group, table.dtype)
+        return adam_step(group, table.dtype)
+
+    def _betas_changed(self, optimizer: torch.optim.Optimizer, table: BoundTable, groups: list[int]) -> bool:
+        """True, with a warning, if a weight has moments of two kinds."""
+        for bound, group in zip(table.bounds, groups, strict=True):
+            if group < 0:
+                continue
+            now = optimizer.param_groups[group]["betas"], optimizer.param_groups[group]["eps"]
+            before = self._betas.setdefault(bound, now)
+            if before != now:
+                warnings.warn(
+                    f"octavo.predict_weight_scales: betas and eps changed from {before} to {now}, and no bound is known"
+                    " of moments of both: the weights' scales are measured from now on. Call it anew where the"
+                    " optimizer is made anew",
+                    stacklevel=4,
+                )
+                return True
+        return False
 
     def _before_step(self, optimizer: Any, *arguments: Any) -> None:
-        self._edited = [bound for bound, layer in self._followed() if not bound.is_of(layer.weight_parts())]
-
-    def _after_step(self, optimizer: Any, *arguments: Any) -> None:
+        if self._over:
+            return
         if stays_in_place():
             raise RuntimeError(
                 "octavo.predict_weight_scales: the optimizer's step is being captured in a CUDA graph, and its replays"
                 " would move the weights past their bounds unseen: leave the step out of the graph, or remove() the"
                 " prediction first"
             )
-        self._groups = optimizer.param_groups
-        if self._step_bound is None and _betas(optimizer) != self._betas:
-            self.remove()
-            warnings.warn(
-                f"octavo.predict_weight_scales: betas and eps changed from {self._betas} to {_betas(optimizer)}, and no"
-                " bound is known of moments of both: the weights' scales are measured from now on. Call it anew where"
-                " the optimizer is made anew",
-                stacklevel=2,
-            )
+        # After the step before all others: what those change is none of the step's.
+        optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)
+        self._edited = [bound for bound, layer in self._followed() if not bound.is_of(layer.weight_parts())]
+        self._before = self._look(optimizer)
+
+    def _after_step(self, optimizer: Any, *arguments: Any) -> None:
+        if self._over:
             return
-        for table in self._tables:
-            table.advance(self._step)
+        before, now = self._before, self._look(optimizer)
+        if not now:
+            return
+        self._before = []
         self._steps += 1
-        if self._steps % self._every == 0:
+        regrouped = [one.groups for one in before] != [one.groups for one in now]
+        for table, seen in zip(self._tables, now, strict=True):
+            table.groups = seen.groups
+        if self._steps % self._every == 0 or regrouped:
             self.measure()
             return
-        for bound, layer in self._followed():
-            bound.note(layer.weight_parts())
+        for table, first, second in zip(self._tables, before, now, strict=True):
+            # Whatever changed a rate in between, the step took one of the two.
+            table.advance({group: larger(step, second.steps[group]) for group, step in first.steps.items()})
+            for bound, group in zip(table.bounds, table.groups, strict=True):
+                # What no group has was not moved by this step: a change of it is somebody else's.
+                if group >= 0:
+                    bound.note(bound.layer.weight_parts())
+                elif group == SEVERAL:
+                    bound.measure()
         for bound in self._edited:
             bound.measure()
 
-    def _after_any_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        """What another optimizer moves is measured."""
-        if optimizer is self._optimizer():
+    def after_step_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """What another optimizer moved is measured."""
+        if self._over or optimizer is self._optimizer():
             return
-        moved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        moved = _group_indices(optimizer)
         for bound, layer in self._followed():
             if any(id(part) in moved for part in layer.weight_parts()):
                 bound.measure()
+
+
+class _Seen(NamedTuple):
+    """What a step does to a table: the group of each row, and the step of each group."""
+
+    groups: list[int]
+    steps: dict[int, Step]
+
+
+# Those that are alive, for what is called after the steps of all optimizers: it is there once, and holds nothing.
+_PREDICTIONS: weakref.WeakSet[PredictedWeightScales] = weakref.WeakSet()
+
+
+def _after_any_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+    for prediction in list(_PREDICTIONS):
+        prediction.after_step_of(optimizer)
+
+
+register_optimizer_step_post_hook(_after_any_step)
+
+
+def _group_indices(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """The index of the group of each parameter, by its identity."""
+    return {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+
+def _group_of(layer: Any, indices: dict[int, int]) -> int:
+    """The one group of a weight; FROZEN if it has none, or is there no more; SEVERAL of which its parts have others."""
+    if not isinstance(layer, FP8LinearMixin):
+        return FROZEN
+    groups = {indices.get(id(part), FROZEN) for part in layer.weight_parts()}
+    return groups.pop() if len(groups) == 1 else SEVERAL
 
 
 # Layer and param group, of all layers of one device and dtype; those of one group side by side.
@@ -192,7 +272,7 @@ _Rows = list[tuple[Any, int]]
 
 def _chosen(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[str], dict[str, str], list[_Rows]]:
     """(names of the layers that can be predicted, reasons of those that cannot, the rows of each table)."""
-    groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    groups = _group_indices(optimizer)
     left: dict[str, str] = {}
     found: dict[tuple[torch.device, torch.dtype], list[tuple[str, Any, int]]] = {}
     for name, layer in model.named_modules():
@@ -202,7 +282,7 @@ def _chosen(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[st
                 left[name] = reason
                 continue
             part = layer.weight_parts()[0]
-            found.setdefault((part.device, part.dtype), []).append((name, layer, groups.get(id(part), FROZEN)))
+            found.setdefault((part.device, part.dtype), []).append((name, layer, _group_of(layer, groups)))
     tables = [sorted(rows, key=lambda row: row[2]) for rows in found.values()]
     names = [name for rows in tables for name, _, _ in rows]
     return names, left, [[(layer, group) for _, layer, group in rows] for rows in tables]
@@ -226,7 +306,3 @@ def _reason(layer: FP8LinearMixin, groups: dict[int, int]) -> str:
     if any(part.requires_grad and id(part) not in groups for part in parts):
         return "its weight is trained, and not by this optimizer"
     return "its weight lies in several param groups" if len(of_parts) > 1 else ""
-
-
-def _betas(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [(group.get("betas"), group.get("eps")) for group in optimizer.param_groups]

@@ -47,6 +47,19 @@ class Step(NamedTuple):
     added: float | Tensor
 
 
+def larger(one: Step, other: Step) -> Step:
+    """A step that goes as far as each of two."""
+    return Step(_larger(one.factor, other.factor), _larger(one.added, other.added))
+
+
+def _larger(one: float | Tensor, other: float | Tensor) -> float | Tensor:
+    if not isinstance(one, Tensor) and not isinstance(other, Tensor):
+        return max(one, other)
+    given, like = (one, other) if isinstance(one, Tensor) else (other, one)
+    assert isinstance(given, Tensor), "one of them is"
+    return torch.maximum(given, like) if isinstance(like, Tensor) else given.clamp(min=like)
+
+
 def check_known(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError unless steps of this optimizer are those of Adam or AdamW, with numbers for betas."""
     kind = type(optimizer)

@@ -25,10 +25,14 @@ class WeightBound:
         layer: whose weight it is, which knows its `weight_parts`.
         exact: [1], in the dtype of the weight: the bound.
         amax: [1], float32: the same, for the casts.
+
+    Attributes:
+        keeps: whoever raises it, there as long as the bound is in use.
     """
 
     def __init__(self, layer: Any, exact: Tensor, amax: Tensor) -> None:
         self.exact, self.amax = exact, amax
+        self.keeps: object | None = None
         self._layer = weakref.ref(layer)
         self._contents: list[tuple[int, int]] = []
 

@@ -151,7 +151,7 @@ class PredictedWeightScales:
                     yield bound, layer
 
     def _look(self, optimizer: torch.optim.Optimizer) -> list[_Seen]:
-        """What a step would do to each table as things are; nothing, and the prediction ends, if there is no telling."""
+        """What a step would do to each table as things are; if there is no telling nothing, and the prediction ends."""
         index, seen = _group_indices(optimizer), []
         for table in self._tables:
             groups = [_group_of(bound.layer, index) for bound in table.bounds]

@@ -457,3 +457,22 @@ def no_stance_is_left(monkeypatch: pytest.MonkeyPatch) -> Any:
     for guard in made:
         if guard() is not None:
             guard().remove()
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling()])
+def test_a_model_that_was_guarded_goes_without_a_garbage_collection(recipe: Recipe) -> None:
+    """Its layers would go on being agreed on across ranks until then."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    octavo.convert(model, recipe, filter="all")
+    gc.disable()
+    try:
+        with octavo.PrecisionGuard(model, every=1, bounds=PrecisionBounds(sqnr_db=100.0)) as guard:
+            model(torch.randn(8, 32)).square().sum().backward()
+            with pytest.warns(UserWarning, match="runs in high precision"):
+                guard.step()
+        assert list(guard.moved) == ["0", "1"]
+        state = weakref.ref(model[0].delayed_state)
+        del model, guard
+        assert state() is None
+    finally:
+        gc.enable()

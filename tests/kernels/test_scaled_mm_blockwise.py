@@ -67,7 +67,7 @@ def test_one_scale_a_row_is_still_one_scale_a_row() -> None:
     a, b = torch.randn(16, 128).to(E4M3.dtype), torch.randn(32, 128).to(E4M3.dtype)
     by_row, other = torch.rand(16, 1), torch.rand(32, 1)
     whole = scaled_mm(a, b, by_row, other, None, torch.float32)
-    assert torch.equal(whole, (a.float() @ b.float().t()) * other.t() * by_row)
+    assert torch.equal(whole, (a.float() @ b.float().t()) * (by_row * other.t()))
     in_blocks = scaled_mm(a, b, by_row.t().contiguous(), other.t().contiguous(), None, torch.float32)
     # The values are rounded before they are multiplied, the products of scales are not.
     assert torch.allclose(in_blocks, whole, rtol=1e-5, atol=1e-5)

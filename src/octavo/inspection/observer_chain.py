@@ -39,6 +39,8 @@ def remove_observer(layer: object, observer: Observer) -> None:
         left = tuple(one for one in before if one is not observer)
         if len(left) < len(before):
             layer.observer = _joined(left)
+            # It holds the observer, and with that whoever watched: the model would not go until a garbage collection.
+            layer.delayed_state.plan = None
 
 
 def _observers_of(layer: FP8LinearMixin) -> tuple[Observer, ...]:

@@ -40,6 +40,9 @@ def scaled_mm_hopper(
     """As `octavo.kernels.scaled_mm.scaled_mm`, with the sums of Hopper's tensor cores; any device, any formats."""
     # 1. and 2. Exact products, summed in the tensor core's register.  [M, K] @ [K, N] -> [M, N]
     accumulator = hopper_sum(a, b, promoted=accumulate != "fast")
+    if scale_a.dim() or scale_b.dim():
+        # 3. Scales by row: that of b before that of a, each product rounded, as cuBLASLt has them.
+        accumulator, scale_b = accumulator * scale_b.reshape(1, -1), scale_b.new_ones(())
     return _scaled(accumulator, scale_a, scale_b, bias, out_dtype)
 
 
@@ -60,8 +63,7 @@ def scaled_mm_emulated(
 def _scaled(
     accumulator: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    # 3. Scales: one factor; or one a column, then one a row, each product rounded, as cuBLASLt has them.
-    by_row = scale_b.dim() > 0
-    scaled = accumulator * scale_b.reshape(1, -1) * scale_a if by_row else accumulator * (scale_a * scale_b)
+    # 3. Scales: one factor, or one a row and one a column.
+    scaled = accumulator * (scale_a * scale_b.reshape(1, -1) if scale_b.dim() else scale_a * scale_b)
     # 4. Bias in float32, one rounding.
     return (scaled if bias is None else scaled + bias.float()).to(out_dtype)

@@ -240,8 +240,8 @@ def test_a_frozen_mlp_compiles_in_one_graph(name: str, scheme: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", ["Llama", "ViT"])
+# Every scheme, both models: each combination costs seconds.
+@pytest.mark.parametrize(("name", "scheme"), [("Llama", "row"), ("ViT", "tensor_static"), ("Llama", "tensor_dynamic")])
 def test_a_frozen_model_compiles_in_one_graph(name: str, scheme: str) -> None:
     """A normalisation is torch's there, with another last bit."""
     model = frozen(MODELS[name](2), scheme)

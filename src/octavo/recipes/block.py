@@ -12,9 +12,9 @@ from octavo.recipes.recipe import (
     OperandName,
     Recipe,
     all_precise,
-    format_for,
     keep_format,
     keep_precise,
+    operand_spec,
 )
 from octavo.scaling import BLOCK_1X128, BLOCK_128X128
 from octavo.tensor import QuantizeSpec
@@ -44,12 +44,10 @@ class BlockScaling(Recipe):
 
     def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:
         """One scale a block, measured."""
-        if gemm != "fprop" and self.backward == "high_precision":
-            return None
-        return QuantizeSpec(
-            format=format_for(self.format, operand),
+        return operand_spec(
+            self,
+            gemm,
+            operand,
             granularity=BLOCK_128X128 if operand == "weight" else BLOCK_1X128,
             power_of_two=self.power_of_two_scales,
-            inf_to_nan=operand == "grad_output",
-            rounding=self.rounding(operand),
         )

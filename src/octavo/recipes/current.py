@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.recipes.recipe import HYBRID, FormatChoice, Gemm, OperandName, Recipe, format_for, keep_format
+from octavo.recipes.recipe import HYBRID, FormatChoice, Gemm, OperandName, Recipe, keep_format, operand_spec
 from octavo.tensor import QuantizeSpec
 
 
@@ -31,12 +31,4 @@ class CurrentScaling(Recipe):
 
     def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:
         """One scale a tensor, measured, the same in every product."""
-        if gemm != "fprop" and self.backward == "high_precision":
-            return None
-        return QuantizeSpec(
-            format=format_for(self.format, operand),
-            power_of_two=self.power_of_two_scales,
-            epsilon=self.amax_epsilon,
-            inf_to_nan=operand == "grad_output",
-            rounding=self.rounding(operand),
-        )
+        return operand_spec(self, gemm, operand, power_of_two=self.power_of_two_scales, epsilon=self.amax_epsilon)

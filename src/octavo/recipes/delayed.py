@@ -11,8 +11,8 @@ from octavo.recipes.recipe import (
     Gemm,
     OperandName,
     Recipe,
-    format_for,
     keep_format,
+    operand_spec,
 )
 from octavo.scaling import AmaxComputeAlgo
 from octavo.tensor import QuantizeSpec
@@ -60,14 +60,7 @@ class DelayedScaling(Recipe):
 
     def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:
         """One scale a tensor, from its history, the same in every product."""
-        if gemm != "fprop" and self.backward == "high_precision":
-            return None
-        return QuantizeSpec(
-            format=format_for(self.format, operand),
-            scaling="delayed",
-            inf_to_nan=operand == "grad_output",
-            rounding=self.rounding(operand),
-        )
+        return operand_spec(self, gemm, operand, scaling="delayed")
 
     def histories(self) -> DelayedUpdate:
         """How they are updated."""

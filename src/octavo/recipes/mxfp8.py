@@ -12,9 +12,9 @@ from octavo.recipes.recipe import (
     OperandName,
     Recipe,
     all_precise,
-    format_for,
     keep_format,
     keep_precise,
+    operand_spec,
 )
 from octavo.scaling import MX, ScaleRounding
 from octavo.tensor import QuantizeSpec
@@ -49,13 +49,4 @@ class MXFP8Scaling(Recipe):
 
     def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:
         """One scale a block, measured."""
-        if gemm != "fprop" and self.backward == "high_precision":
-            return None
-        return QuantizeSpec(
-            format=format_for(self.format, operand),
-            granularity=MX,
-            power_of_two=True,
-            scale_rounding=self.scale_rounding,
-            inf_to_nan=operand == "grad_output",
-            rounding=self.rounding(operand),
-        )
+        return operand_spec(self, gemm, operand, granularity=MX, power_of_two=True, scale_rounding=self.scale_rounding)

@@ -250,6 +250,18 @@ def keep_format(recipe: Any) -> None:
     object.__setattr__(recipe, "format", kept)
 
 
+def operand_spec(recipe: Any, gemm: Gemm, operand: OperandName, **scaling: Any) -> QuantizeSpec | None:
+    """The spec of an operand of a recipe with a `format`, scaled so; None of the backward in high precision."""
+    if gemm != "fprop" and recipe.backward == "high_precision":
+        return None
+    return QuantizeSpec(
+        format=format_for(recipe.format, operand),
+        inf_to_nan=operand == "grad_output",
+        rounding=recipe.rounding(operand),
+        **scaling,
+    )
+
+
 def _same(pairs: tuple[tuple[QuantizeSpec, QuantizeSpec], ...]) -> list[QuantizeSpec]:
     """The second of each pair; where the two are equal, the first itself."""
     return [one if other == one else other for one, other in pairs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.formats import E4M3
-from octavo.recipes.recipe import FormatChoice, Gemm, OperandName, Recipe, format_for, keep_format
+from octavo.recipes.recipe import FormatChoice, Gemm, OperandName, Recipe, keep_format, operand_spec
 from octavo.scaling import ROW
 from octavo.tensor import QuantizeSpec
 
@@ -33,14 +33,6 @@ class RowwiseScaling(Recipe):
 
     def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:
         """One scale a row, measured."""
-        if gemm != "fprop" and self.backward == "high_precision":
-            return None
         if gemm == "wgrad" and self.high_precision_wgrad:
             return None
-        return QuantizeSpec(
-            format=format_for(self.format, operand),
-            granularity=ROW,
-            power_of_two=self.power_of_two_scales,
-            inf_to_nan=operand == "grad_output",
-            rounding=self.rounding(operand),
-        )
+        return operand_spec(self, gemm, operand, granularity=ROW, power_of_two=self.power_of_two_scales)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.recipes.recipe import HYBRID, OPERANDS, FormatChoice, Gemm, OperandName, Recipe, format_for, keep_format
+from octavo.recipes.recipe import HYBRID, OPERANDS, FormatChoice, Gemm, OperandName, Recipe, keep_format, operand_spec
 from octavo.tensor import QuantizeSpec, checked_scale
 
 
@@ -37,13 +37,5 @@ class StaticScaling(Recipe):
 
     def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:
         """The given scale, or a measured one."""
-        if gemm != "fprop" and self.backward == "high_precision":
-            return None
         scale = getattr(self, f"{operand}_scale")
-        return QuantizeSpec(
-            format=format_for(self.format, operand),
-            scaling="current" if scale is None else "static",
-            static_scale=scale,
-            inf_to_nan=operand == "grad_output",
-            rounding=self.rounding(operand),
-        )
+        return operand_spec(self, gemm, operand, scaling="current" if scale is None else "static", static_scale=scale)

@@ -204,20 +204,12 @@ class StepSpeed:
         if not every:
             return _not_measured(_lack(_find(rows, "step", model=self.model, library="octavo"), "Octavo") or "")
         models = self.model, *self.beside
-        if not any(_references(rows, models, self.reference, row) for row in every):
+        references = [(_fastest(_references(rows, models, self.reference, own)), own) for own in every]
+        compared = [(best, own) for best, own in references if best is not None]
+        if not compared:
             said = _find(rows, "step", model=self.model, rival=self.reference)
             return _not_measured(_lack(said, self.reference) or "")
-
-        def fastest_reference(own: Row) -> Row | None:
-            return _fastest(_references(rows, models, self.reference, own))
-
-        def gain(own: Row) -> float:
-            reference = fastest_reference(own)
-            return 0.0 if reference is None else float(reference["ms"] / own["ms"])
-
-        own = max(every, key=gain)
-        best = fastest_reference(own)
-        assert best is not None, "one of them has a reference"
+        best, own = max(compared, key=lambda pair: float(pair[0]["ms"] / pair[1]["ms"]))
         speed = best["ms"] / own["ms"]
         whose = f" of {best['model']}" if self.beside else ""
         words = f"{speed:.3f}x ({own['ms']:.1f} against {best['ms']:.1f} ms{whose})"

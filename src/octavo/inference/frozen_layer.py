@@ -17,6 +17,7 @@ from octavo.formats import E4M3
 from octavo.inference.known_scales import KnownScales
 from octavo.inference.scheme import Scheme
 from octavo.kernels import ALIGNMENT, pad_matrix, pad_row_scale
+from octavo.kernels.scaled_mm import with_bias
 from octavo.recipes import Accumulate
 from octavo.runtime import LinearPlan
 from octavo.runtime.counting import current_count
@@ -172,7 +173,7 @@ class FrozenLayer(nn.Module):
         w = QuantizedTensor(self.codes(number), scale, scheme.weight, inner).dequantize()
         with torch.autocast(x.device.type, enabled=False):
             out = nn.functional.linear(q.dequantize(inner), w).float()
-        return (out if bias is None else out + bias.float()).to(dtype)
+        return with_bias(out, bias, dtype)
 
     def _given_scales(self) -> dict[str, Tensor | None]:
         return {product.input_scale: self._buffers.get(product.input_scale) for product in self.products}

@@ -8,6 +8,7 @@ from torch import Tensor
 from octavo.formats import format_of
 from octavo.kernels import Accumulation, cast_transpose, pad_matrix, pad_row_scale
 from octavo.kernels import scaled_mm as scaled_mm_kernel
+from octavo.kernels.scaled_mm import with_bias
 from octavo.scaling import COLUMN, ROW, TENSOR
 from octavo.tensor.quantized_tensor import QuantizedTensor
 
@@ -54,7 +55,7 @@ def scaled_mm(
     rows, columns = qa.shape[0], qb.shape[1]
     if (qa.granularity, qb.granularity) not in ((TENSOR, TENSOR), (ROW, COLUMN)):
         out = qa.dequantize(torch.float32) @ qb.dequantize(torch.float32)
-        return (out if bias is None else out + bias.float()).to(out_dtype)
+        return with_bias(out, bias, out_dtype)
     padded_bias = bias
     codes_a, codes_b = _padded(qa.codes), _padded(qb.codes.t())
     if bias is not None and codes_b.shape[0] != columns:

@@ -22,6 +22,7 @@ from octavo.kernels.launcher import Prepared
 from octavo.kernels.layout import SCALE_ALIGNMENT
 from octavo.kernels.library import register
 from octavo.kernels.scaled_mm import blockwise
+from octavo.kernels.scaled_mm.bias import with_bias
 from octavo.kernels.scaled_mm.native import (
     device_reasons,
     multiplies,
@@ -140,4 +141,5 @@ __all__ = [
     "scaled_mm_hopper",
     "scaled_mm_reference",
     "unsupported_reasons",
+    "with_bias",
 ]

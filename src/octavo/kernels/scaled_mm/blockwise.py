@@ -28,6 +28,7 @@ from octavo.kernels.emulation import current_emulation
 from octavo.kernels.layout import ALIGNMENT
 from octavo.kernels.library import register
 from octavo.kernels.scaled_mm import native
+from octavo.kernels.scaled_mm.bias import with_bias
 from octavo.kernels.scaled_mm.hopper import hopper_sum
 
 _CUDA = (12, 9)
@@ -140,7 +141,7 @@ def block_scaled_mm_native(
     out: Tensor = torch._scaled_mm_v2(
         a, b.t(), [scale_a.t()], _1X128, [], [scale_b.t()], kind_b, [], inside, dtype, (), False
     )  # fmt: skip
-    return out if dtype == out_dtype and (bias is None or inside is not None) else _with_bias(out, bias, out_dtype)
+    return out if dtype == out_dtype and (bias is None or inside is not None) else with_bias(out, bias, out_dtype)
 
 
 def block_scaled_mm_reference(
@@ -153,7 +154,7 @@ def block_scaled_mm_reference(
     with torch.autocast(a.device.type, enabled=False):
         out = a32 @ b32.t()
     # 3. Bias in float32, one rounding.
-    return _with_bias(out, bias, out_dtype)
+    return with_bias(out, bias, out_dtype)
 
 
 def block_scaled_mm_hopper(
@@ -171,11 +172,7 @@ def block_scaled_mm_hopper(
     joined = not is_by_row(scale_b, b)
     out = hopper_sum(a, b, promoted=True, scale_a=of_a, scale_b=of_b, period=block, joined=joined)
     # 3. Bias in float32, one rounding.
-    return _with_bias(out, bias, out_dtype)
-
-
-def _with_bias(out: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    return (out if bias is None else out + bias.float()).to(out_dtype)
+    return with_bias(out, bias, out_dtype)
 
 
 _operator = register(

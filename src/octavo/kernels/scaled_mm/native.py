@@ -9,6 +9,7 @@ from torch import Tensor
 
 from octavo.formats import E4M3, E5M2
 from octavo.kernels.layout import ALIGNMENT
+from octavo.kernels.scaled_mm.bias import with_bias
 
 _PAIRS = {(E4M3.dtype, E4M3.dtype), (E4M3.dtype, E5M2.dtype), (E5M2.dtype, E4M3.dtype)}
 
@@ -91,11 +92,11 @@ def scaled_mm_native(
         if out_dtype != torch.float32 and bias.dtype == out_dtype:
             return torch._scaled_mm(a, b.t(), scale_a, scale_b, bias, None, out_dtype, fast)
         out = torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=torch.float32, use_fast_accum=fast)
-        return (out + bias.float()).to(out_dtype)
+        return with_bias(out, bias, out_dtype)
     row, column = scale_a, scale_b.reshape(1, -1)
     if out_dtype == torch.bfloat16 and bias is None:
         return torch._scaled_mm(a, b.t(), row, column, out_dtype=out_dtype, use_fast_accum=fast)
     # Row-wise products write bf16 only. Anything else: the float32 accumulator, then scales and bias, one rounding.
     one = torch.ones((), dtype=torch.float32, device=a.device)
     out = torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast) * (row * column)
-    return (out if bias is None else out + bias.float()).to(out_dtype)
+    return with_bias(out, bias, out_dtype)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from octavo.formats import decode
 from octavo.kernels.emulation import current_emulation
+from octavo.kernels.scaled_mm.bias import with_bias
 from octavo.kernels.scaled_mm.hopper import hopper_sum
 
 
@@ -25,7 +26,10 @@ def scaled_mm_reference(
     # 2. Products and sums, in float32 also where torch.autocast is on.  [M, K] @ [K, N] -> [M, N]
     with torch.autocast(a.device.type, enabled=False):
         accumulator = a32 @ b32.t()
-    return _scaled(accumulator, scale_a, scale_b, bias, out_dtype)
+    # 3. Scales: one factor, or one a row and one a column.
+    scaled = accumulator * (scale_a * scale_b.reshape(1, -1) if scale_b.dim() else scale_a * scale_b)
+    # 4. Bias in float32, one rounding.
+    return with_bias(scaled, bias, out_dtype)
 
 
 def scaled_mm_hopper(
@@ -40,10 +44,11 @@ def scaled_mm_hopper(
     """As `octavo.kernels.scaled_mm.scaled_mm`, with the sums of Hopper's tensor cores; any device, any formats."""
     # 1. and 2. Exact products, summed in the tensor core's register.  [M, K] @ [K, N] -> [M, N]
     accumulator = hopper_sum(a, b, promoted=accumulate != "fast")
-    if scale_a.dim() or scale_b.dim():
-        # 3. Scales by row: that of b before that of a, each product rounded, as cuBLASLt has them.
-        accumulator, scale_b = accumulator * scale_b.reshape(1, -1), scale_b.new_ones(())
-    return _scaled(accumulator, scale_a, scale_b, bias, out_dtype)
+    # 3. Scales: one factor; or by row, that of b before that of a, each product rounded, as cuBLASLt has them.
+    by_row = scale_a.dim() or scale_b.dim()
+    scaled = accumulator * scale_b.reshape(1, -1) * scale_a if by_row else accumulator * (scale_a * scale_b)
+    # 4. Bias in float32, one rounding.
+    return with_bias(scaled, bias, out_dtype)
 
 
 def scaled_mm_emulated(
@@ -58,12 +63,3 @@ def scaled_mm_emulated(
     """As `octavo.kernels.scaled_mm.scaled_mm`, summed as `octavo.emulation` says in this thread."""
     emulated = scaled_mm_hopper if current_emulation() == "hopper" else scaled_mm_reference
     return emulated(a, b, scale_a, scale_b, bias, out_dtype, accumulate)
-
-
-def _scaled(
-    accumulator: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    # 3. Scales: one factor, or one a row and one a column.
-    scaled = accumulator * (scale_a * scale_b.reshape(1, -1) if scale_b.dim() else scale_a * scale_b)
-    # 4. Bias in float32, one rounding.
-    return (scaled if bias is None else scaled + bias.float()).to(out_dtype)

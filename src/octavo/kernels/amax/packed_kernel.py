@@ -21,7 +21,7 @@ from torch import Tensor
 from octavo.kernels.launcher import common_alignment
 
 # 0x8000 less the bits of inf.
-_OFFSETS = {torch.bfloat16: 0x0080, torch.float16: 0x0400}
+OFFSETS = {torch.bfloat16: 0x0080, torch.float16: 0x0400}
 # Rows of a block and words of two elements in each; a program takes several blocks one below the other, so many that
 # there are about four programs for each multiprocessor of an H200. As measured on one.
 _BLOCK_ROWS = 32
@@ -143,7 +143,7 @@ def is_packed(x: Tensor) -> bool:
     """Whether the kernel takes x (rows contiguous): of 16-bit elements, in words that begin where words do."""
     in_words = x.shape[1] % 2 == 0 and x.stride(0) % 2 == 0 and x.data_ptr() % 16 == 0
     # What the kernel counts in 32 bits: rows, and offsets within a block.
-    return x.dtype in _OFFSETS and in_words and max(x.shape[0], _BLOCK_ROWS * x.stride(0)) < 2**31
+    return x.dtype in OFFSETS and in_words and max(x.shape[0], _BLOCK_ROWS * x.stride(0)) < 2**31
 
 
 def packed_arguments(x: Tensor, row: bool, column: bool) -> tuple[int, tuple[int, ...], tuple[Any, ...]]:
@@ -155,4 +155,4 @@ def packed_arguments(x: Tensor, row: bool, column: bool) -> tuple[int, tuple[int
     blocks = 1 << (max(1, rows * wide // (_BLOCK_ROWS * _PROGRAMS)).bit_length() - 1)
     programs = -(-rows // (_BLOCK_ROWS * blocks)) * wide
     numbers = rows, words // align, stride_row // align, blocks
-    return programs, numbers, (align, row, column, _OFFSETS[x.dtype], _BLOCK_ROWS, _BLOCK_WORDS)
+    return programs, numbers, (align, row, column, OFFSETS[x.dtype], _BLOCK_ROWS, _BLOCK_WORDS)

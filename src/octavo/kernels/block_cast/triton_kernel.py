@@ -21,10 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.formats import Format
+from octavo.kernels.amax.packed_kernel import OFFSETS, is_packed
 from octavo.kernels.block_cast.layout import scale_shape, whole_blocks
+from octavo.kernels.block_cast.packed_kernel import packed_block_cast_kernel
+from octavo.kernels.block_cast.tile_scales import multiplier_of, store_square_scale
 from octavo.kernels.cast_transpose.rule import ScaleRule
 from octavo.kernels.codes import CODE_DTYPES, pairs_of_codes
-from octavo.kernels.launcher import Launcher, specialization
+from octavo.kernels.launcher import Launcher, common_alignment, specialization
 from octavo.kernels.layout import padded
 from octavo.kernels.sum_kernel import joined_sums
 from octavo.scaling import BLOCK_1X128, BLOCK_128X128, Granularity
@@ -34,40 +37,7 @@ from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
 # with the sums of a gradient 2.11, 1.25, 0.97; 128x128 2.88, 3.36, 2.43. (Values read once more for each layout, from
 # the L1 cache, in place of held ones: 1.83, 2.27, 1.80; 1.82, 1.55, 0.89; 2.00, 2.59, 2.12.)
 WARPS = {BLOCK_1X128: 4, BLOCK_128X128: 8}
-
-
-@triton.jit
-def _multiplier_of(
-    amax,
-    EPSILON: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    FORMAT_MAX: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    LARGEST: tl.constexpr,
-):
-    """(multiplier, scale) of finite amaxes, by `octavo.scaling.rules`.
-
-    A power of two needs no division. With M = 1.75 * 2^k, which both formats have, M / amax rounded down to one is the
-    difference of the exponents, less one if the fraction of amax is above .75: the difference of the two numbers' bits,
-    without its fraction. (No quotient below a power of two is so near that rounding would reach it.) Its reciprocal is
-    exact: exponents add up to 254.
-    """
-    raised = tl.where(amax < EPSILON, EPSILON, amax)
-    if POWER_OF_TWO:
-        # What is smaller than this has the largest multiplier, too.
-        bits = tl.maximum(raised, FORMAT_MAX * SMALLEST).to(tl.int32, bitcast=True)
-        top = tl.full(bits.shape, FORMAT_MAX, tl.float32).to(tl.int32, bitcast=True)
-        exponent = ((top - bits) & -0x800000) + 0x3F800000
-        m = tl.where(raised == 0.0, 1.0, exponent.to(tl.float32, bitcast=True))
-        scale = (0x7F000000 - m.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    else:
-        # Divisions are rounded, unlike Triton's `/`.
-        m = tl.div_rn(tl.full(raised.shape, FORMAT_MAX, tl.float32), raised)
-        m = tl.where(raised == 0.0, 1.0, m)
-        m = tl.where(m < SMALLEST, SMALLEST, m)
-        m = tl.where(m > LARGEST, LARGEST, m)
-        scale = tl.div_rn(tl.full(m.shape, 1.0, tl.float32), m)
-    return m, scale
+PACKED_WARPS = {BLOCK_1X128: 4, BLOCK_128X128: 4}
 
 
 @triton.jit
@@ -85,15 +55,6 @@ def _finite_magnitude(values):
     """|x|; 0 where x is inf or NaN."""
     magnitude = tl.abs(values)
     return tl.where(magnitude < float("inf"), magnitude, 0.0)
-
-
-@triton.jit
-def _store_square_scale(target, index, of_k, width, value):
-    """One scale of 128x128 at `index` of a row of `width`; the last of `of_k` fills the row up with ones."""
-    offset = tl.arange(0, 4)
-    first = offset == 0
-    fills = (index + 1 == of_k) & (index + offset < width)
-    tl.store(target + index + offset, tl.where(first, value, 1.0), mask=first | fills)
 
 
 # What is not in the launcher's key must not make a variant: the number of rows, which is that of the tokens, and where
@@ -150,24 +111,24 @@ def block_cast_kernel(
     # 4. Multipliers and scales.
     padded_rows, padded_columns = (rows + 15) // 16 * 16, (columns + 15) // 16 * 16
     if SQUARE:
-        m_0, used = _multiplier_of(tl.max(by_column, axis=0), EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
+        m_0, used = multiplier_of(tl.max(by_column, axis=0), EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
         m_1, m_t = m_0, m_0
         if HAS_CODES:
             width = (wide + 3) // 4 * 4
-            _store_square_scale(scale + tile_row * width, tile_column, wide, width, used)
+            store_square_scale(scale + tile_row * width, tile_column, wide, width, used)
         if HAS_CODES_T:
             width = (tall + 3) // 4 * 4
-            _store_square_scale(scale_t + tile_column * width, tile_row, tall, width, used)
+            store_square_scale(scale_t + tile_column * width, tile_row, tall, width, used)
     else:
         if HAS_CODES:
-            m_0, used_0 = _multiplier_of(tl.max(finite_0, axis=1), EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
-            m_1, used_1 = _multiplier_of(tl.max(finite_1, axis=1), EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
+            m_0, used_0 = multiplier_of(tl.max(finite_0, axis=1), EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
+            m_1, used_1 = multiplier_of(tl.max(finite_1, axis=1), EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
             target = scale + tile_column * padded_rows
             tl.store(target + row_0, tl.where(row_0 < rows, used_0, 1.0), mask=row_0 < padded_rows)
             tl.store(target + row_1, tl.where(row_1 < rows, used_1, 1.0), mask=row_1 < padded_rows)
             m_0, m_1 = m_0[:, None], m_1[:, None]
         if HAS_CODES_T:
-            m_t, used_t = _multiplier_of(by_column, EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
+            m_t, used_t = multiplier_of(by_column, EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
             target = scale_t + tile_row * padded_columns + column
             tl.store(target, tl.where(column < columns, used_t, 1.0), mask=column < padded_columns)
             m_t = m_t[None, :]
@@ -189,8 +150,9 @@ _INTERPRETED = not isinstance(block_cast_kernel, triton.runtime.JITFunction)
 
 
 class _Call(NamedTuple):
-    """A launch: what it writes, how many programs, the kernel's arguments in three parts, and warps a program."""
+    """A launch: the kernel, what it writes, how many programs, arguments in three parts, and warps a program."""
 
+    kernel: Any
     outputs: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
     programs: int
     tensors: tuple[Tensor, ...]
@@ -226,30 +188,36 @@ def prepare(
     assert unused is not None, "a cast into no layout is not launched"
     outputs = (codes, scale, codes_t, scale_t, sums)
     order = (codes, codes_t, scale, scale_t, sums)
+    tensors = (x, *(unused if out is None else out for out in order))
+    programs = (tall // 128) * (wide // 128)
+    numbers: tuple[Any, ...] = (rows, columns, x.stride(0))
+    constants: tuple[Any, ...] = (
+        rowwise,
+        columnwise,
+        granularity is BLOCK_128X128,
+        rule.epsilon,
+        rule.power_of_two,
+        inf_to_nan,
+        column_sum,
+        CODE_DTYPES[format.name],
+        _INTERPRETED,
+        format.max,
+        SMALLEST_MULTIPLIER,
+        LARGEST_MULTIPLIER,
+    )
+    if not is_packed(x):
+        return _Call(block_cast_kernel, outputs, programs, tensors, numbers, constants, WARPS[granularity])
+    in_words = columns // 2, x.stride(0) // 2
+    align = common_alignment(*in_words)
+    numbers = rows, *(number // align for number in in_words)
+    constants = (align, OFFSETS[x.dtype], *constants)
     return _Call(
-        outputs,
-        (tall // 128) * (wide // 128),
-        (x, *(unused if out is None else out for out in order)),
-        (rows, columns, x.stride(0)),
-        (
-            rowwise,
-            columnwise,
-            granularity is BLOCK_128X128,
-            rule.epsilon,
-            rule.power_of_two,
-            inf_to_nan,
-            column_sum,
-            CODE_DTYPES[format.name],
-            _INTERPRETED,
-            format.max,
-            SMALLEST_MULTIPLIER,
-            LARGEST_MULTIPLIER,
-        ),
-        WARPS[granularity],
+        packed_block_cast_kernel, outputs, programs, tensors, numbers, constants, PACKED_WARPS[granularity]
     )
 
 
-_launch_kernel = Launcher(block_cast_kernel)
+_launch_general = Launcher(block_cast_kernel)
+_launch_packed = Launcher(packed_block_cast_kernel)
 
 
 def block_cast_triton(
@@ -274,10 +242,15 @@ def block_cast_triton(
             )
             return codes, scale, codes_t, scale_t, x.sum(0, dtype=torch.float32) if column_sum else None
         x = x.contiguous()
-    outputs, programs, tensors, numbers, constants, warps = prepare(
+    kernel, outputs, programs, tensors, numbers, constants, warps = prepare(
         x, format, granularity, rule, rowwise, columnwise, inf_to_nan, column_sum
     )
     codes, scale, codes_t, scale_t, sums = outputs
-    key = (x.dtype, x.data_ptr() % 16 == 0, numbers[0] >> 31, specialization(*numbers[1:]), format.name, constants)
-    _launch_kernel(programs, key, tensors, numbers, constants, warps)
+    if kernel is packed_block_cast_kernel:
+        key: tuple[Any, ...] = (x.dtype, tuple(number >> 31 for number in numbers), format.name, constants)
+        _launch_packed(programs, key, tensors, numbers, constants, warps)
+    else:
+        aligned = x.data_ptr() % 16 == 0
+        key = (x.dtype, aligned, numbers[0] >> 31, specialization(*numbers[1:]), format.name, constants)
+        _launch_general(programs, key, tensors, numbers, constants, warps)
     return codes, scale, codes_t, scale_t, None if sums is None else joined_sums(sums, x.shape[1])

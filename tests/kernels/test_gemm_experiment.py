@@ -19,9 +19,7 @@ pytest.importorskip("triton")
 import triton
 from benchmarks import gemm_gluon
 from benchmarks.gemm_kernels import FAST, PROMOTED, Blocks, descriptor_kernel, gemm_kernel, gemm_reference
-from tests.kernels.variants import HOPPER, Launch, compiled, specialized, stack_and_local_bytes
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
+from tests.kernels.variants import Launch, compiled, compiled_gluon, stack_and_local_bytes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.formats import E4M3, E5M2, Format, cast
@@ -90,14 +88,7 @@ def gluon_variant(a: Tensor, b: Tensor, out: Tensor, block_n: int, stages: int, 
     """What Gluon compiles for a launch of `gluon_gemm`."""
     one, kernel = torch.tensor(1.0), gemm_gluon.gluon_kernel
     tiles, arguments, constants = gemm_gluon.prepare(a, b, one, one, out, block_n, stages, promote)
-    kinds = specialized(kernel, Launch(tiles, None, arguments, (), constants, 4))
-    source = GluonASTSource(
-        fn=kernel,
-        signature={name: kind for name, (kind, _) in zip(kernel.arg_names, kinds, strict=True)},
-        constexprs={(place,): value for place, (kind, value) in enumerate(kinds) if kind == "constexpr"},
-        attrs={(place,): [["tt.divisibility", 16]] for place, (_, about) in enumerate(kinds) if about == "D"},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options={"num_warps": 4})
+    return compiled_gluon(kernel, Launch(tiles, None, arguments, (), constants, 4))
 
 
 @pytest.mark.parametrize("promote", [False, True], ids=["fast", "promoted"])

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from octavo.kernels import sum_kernel
@@ -60,8 +61,17 @@ def specialized(kernel: Any, launch: Launch, capability: int = HOPPER) -> list[t
 
 def compiled(kernel: Any, launch: Launch, capability: int = HOPPER) -> Any:
     """The variant that Triton would compile for a launch."""
+    return _compiled(ASTSource, kernel, launch, capability)
+
+
+def compiled_gluon(kernel: Any, launch: Launch) -> Any:
+    """The same of a kernel in Gluon, for Hopper."""
+    return _compiled(GluonASTSource, kernel, launch, HOPPER)
+
+
+def _compiled(kind_of_source: Any, kernel: Any, launch: Launch, capability: int) -> Any:
     names, kinds = kernel.arg_names, specialized(kernel, launch, capability)
-    source = ASTSource(
+    source = kind_of_source(
         fn=kernel,
         signature={name: kind for name, (kind, _) in zip(names, kinds, strict=True)},
         constexprs={(place,): value for place, (kind, value) in enumerate(kinds) if kind == "constexpr"},

@@ -39,11 +39,12 @@ COLUMNS = 128
 PLACES = 5  # blocks of a tile under way in shared memory
 # Tiles that are walked together below one another, so that what they read stays in the L2 cache.
 _TALL = 8
-# What cuBLASLt's tile has, and how long one of ours takes of its time, measured on an H200 (`benchmarks/LOG.md`).
+# Rows and columns of cuBLASLt's tile, and the time of ours in units of its time. (Measured on an H200, on six shapes:
+# 1.26 to 1.57, 1.47 at 16384 x 8192 x 8192; `benchmarks/LOG.md`.)
 _THEIR_TILE = 128
 _TIME = 1.47
 # What must be gained, by the count of tiles, before it is believed.
-_MARGIN = 0.95
+_MARGIN = 0.97
 
 
 def is_faster(rows: int, columns: int, multiprocessors: int) -> bool:

@@ -32,6 +32,7 @@ from octavo.functional.products import (
 )
 from octavo.functional.shared_input import as_rows, quantize_input
 from octavo.kernels import padded, scaled_mm
+from octavo.kernels.side_stream import side_of
 from octavo.runtime import LinearPlan
 from octavo.tensor import Operand, QuantizedTensor, operand_of
 
@@ -105,10 +106,17 @@ class _Linear(torch.autograd.Function):
         needs_dx, needs_dw, *_ = ctx.needs_input_grad
         # 1. Codes, each in the layouts that somebody will use.
         keeps_codes = needs_dw and plan.wgrad_fp8 and not plan.keeps_input
-        rows = quantize_input(x, plan, out_dtype, keeps_codes)
-        operand = cached_weight
+        side, operand = None, cached_weight
         if operand is None:
-            operand = quantize_for_products(weight, plan, needs_dx)
+            side = None if torch.compiler.is_compiling() else side_of(x, 2 * x.numel() * weight.shape[0])
+            if side is None:
+                operand = quantize_for_products(weight, plan, needs_dx)
+            else:
+                with side:
+                    operand = quantize_for_products(weight, plan, needs_dx)
+        rows = quantize_input(x, plan, out_dtype, keeps_codes)
+        if side is not None:
+            side.join()
         # 2. The product.  [M, K] @ [K, N] -> [M, N]
         y = _fprop(rows, operand, bias, x, weight.shape[0], plan, out_dtype)
         # 3. What the backward needs.
@@ -139,33 +147,26 @@ class _Linear(torch.autograd.Function):
         if dgrad_fp8 or wgrad_fp8:
             # The same read gives the gradient of the bias.
             codes = plan.grad_output(rows, dgrad_fp8, wgrad_fp8, needs_db)
+        # 2. dgrad and wgrad, at the same time where that gains.
+        side = None
+        if dgrad_fp8 and wgrad_fp8 and not traced:
+            side = side_of(rows, 2 * num_rows * num_out * num_in)
         dx = dw = db = None
-        # 2. dgrad.  [M, N] @ [N, K] -> [M, K]
-        if dgrad_fp8 and codes is not None:
-            dy_codes, dy_scale = codes.row_wise
-            w_codes_t, w_scale_t = codes_of_weight(w, plan, dy_scale)
-            count(plan, "dgrad", dy_codes, w_codes_t, dy_scale)
-            dx = scaled_mm(dy_codes, w_codes_t, dy_scale, w_scale_t, None, out_dtype, plan.accumulate.dgrad)
-            dx = unpadded(dx, num_rows, num_in, traced)
-        elif needs_dx:
-            count(plan, "dgrad", None, None)
-            dx = rows @ in_high_precision(w.high, rows.dtype)
+        if side is not None:
+            with side:
+                dw = _wgrad(rows, codes, Kept(x_codes_t, x_scale_t, x_high), num_in, plan, weight_dtype, traced)
+            dx = _dgrad(rows, codes, w, num_in, plan, out_dtype, traced)
+            side.join()
+        else:
+            if needs_dx:
+                dx = _dgrad(rows, codes if dgrad_fp8 else None, w, num_in, plan, out_dtype, traced)
+            if needs_dw:
+                kept = Kept(x_codes_t, x_scale_t, x_high)
+                dw = _wgrad(rows, codes if wgrad_fp8 else None, kept, num_in, plan, weight_dtype, traced)
         if dx is not None:
             dx = dx if len(x_shape) == 2 else dx.reshape(x_shape)
             dx = dx if dx.dtype is x_dtype else dx.to(x_dtype)
-        # 3. wgrad.  [N, M] @ [M, K] -> [N, K]
-        if wgrad_fp8 and codes is not None:
-            dy_codes, dy_scale = codes.column_wise
-            if x_high is not None:
-                again = plan.input.again(as_rows(x_high), x_scale_t, dy_scale)  # type: ignore[attr-defined]
-                x_codes_t, x_scale_t = again.column_wise
-            count(plan, "wgrad", dy_codes, x_codes_t, dy_scale)
-            dw = scaled_mm(dy_codes, x_codes_t, dy_scale, x_scale_t, None, weight_dtype, plan.accumulate.wgrad)
-            dw = unpadded(dw, num_out, num_in, traced)
-        elif needs_dw:
-            count(plan, "wgrad", None, None)
-            dw = (rows.t() @ as_rows(x_high)).to(weight_dtype)
-        # 4. dbias, of the high-precision dy.  [M, N] -> [N]
+        # 3. dbias, of the high-precision dy.  [M, N] -> [N]
         if needs_db:
             sums = None if codes is None else codes.column_sum
             db = (rows.sum(0, dtype=torch.float32) if sums is None else sums).to(bias_dtype)
@@ -174,6 +175,40 @@ class _Linear(torch.autograd.Function):
 
 # `_Linear.apply` without what it does in Python first.
 _apply = super(torch.autograd.Function, _Linear).apply
+
+
+def _dgrad(
+    rows: Tensor, codes: Operand | None, w: Kept, num_in: int, plan: LinearPlan, dtype: torch.dtype, traced: bool
+) -> Tensor:
+    """[M, N] @ [N, K] -> [M, K]; of rows in high precision, without codes."""
+    if codes is None:
+        count(plan, "dgrad", None, None)
+        return rows @ in_high_precision(w.high, rows.dtype)
+    dy_codes, dy_scale = codes.row_wise
+    w_codes_t, w_scale_t = codes_of_weight(w, plan, dy_scale)
+    count(plan, "dgrad", dy_codes, w_codes_t, dy_scale)
+    dx = scaled_mm(dy_codes, w_codes_t, dy_scale, w_scale_t, None, dtype, plan.accumulate.dgrad)
+    return unpadded(dx, rows.shape[0], num_in, traced)
+
+
+def _wgrad(
+    rows: Tensor, codes: Operand | None, x: Kept, num_in: int, plan: LinearPlan, dtype: torch.dtype, traced: bool
+) -> Tensor:
+    """[N, M] @ [M, K] -> [N, K]; of rows in high precision, without codes."""
+    if codes is None:
+        count(plan, "wgrad", None, None)
+        assert x.high is not None, "the forward kept it"
+        return (rows.t() @ as_rows(x.high)).to(dtype)
+    dy_codes, dy_scale = codes.column_wise
+    x_codes_t, x_scale_t = x.codes_t, x.scale_t
+    if x.high is not None:
+        again = plan.input.again(as_rows(x.high), x_scale_t, dy_scale)  # type: ignore[attr-defined]
+        x_codes_t, x_scale_t = again.column_wise
+    assert x_codes_t is not None, "the forward kept them"
+    assert x_scale_t is not None, "codes come with their scale"
+    count(plan, "wgrad", dy_codes, x_codes_t, dy_scale)
+    dw = scaled_mm(dy_codes, x_codes_t, dy_scale, x_scale_t, None, dtype, plan.accumulate.wgrad)
+    return unpadded(dw, rows.shape[1], num_in, traced)
 
 
 def _fprop(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from octavo.functional.shared_input import as_rows
 from octavo.kernels import padded, runs_natively, scaled_mm
+from octavo.kernels.side_stream import side_of
 from octavo.runtime import LinearPlan
 from octavo.tensor import Operand, QuantizedTensor
 
@@ -136,7 +137,16 @@ def gradients(
     dy: Gradient, x: Kept, w: Kept, needs: Needs, extents: Extents, plan: LinearPlan
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dx [M, K], dw [N, K], db [N] in float32); None for what nobody needs."""
-    return _dgrad(dy, w, needs, extents, plan), _wgrad(dy, x, needs, extents, plan), _dbias(dy, needs)
+    side = None
+    if dy.codes is not None and all(fp8_layouts(plan, needs)) and not torch.compiler.is_compiling():
+        side = side_of(dy.codes.row_wise[0], 2 * extents.tokens * extents.num_out * extents.num_in)
+    if side is None:
+        return _dgrad(dy, w, needs, extents, plan), _wgrad(dy, x, needs, extents, plan), _dbias(dy, needs)
+    with side:
+        dw = _wgrad(dy, x, needs, extents, plan)
+    dx = _dgrad(dy, w, needs, extents, plan)
+    side.join()
+    return dx, dw, _dbias(dy, needs)
 
 
 def _dgrad(dy: Gradient, w: Kept, needs: Needs, extents: Extents, plan: LinearPlan) -> Tensor | None:

@@ -45,12 +45,20 @@ _THEIR_TILE = 128
 _TIME = 1.47
 # What must be gained, by the count of tiles, before it is believed.
 _MARGIN = 0.97
+# Beside other work, which takes what is idle behind our last tiles and not what is idle behind theirs: how much of
+# their last wave may be filled.
+_FILLED = 0.5
 
 
-def is_faster(rows: int, columns: int, multiprocessors: int) -> bool:
-    """Whether a product [rows, columns] over a long K takes less time than cuBLASLt's, by how tiles fill the card."""
+def is_faster(rows: int, columns: int, multiprocessors: int, beside: bool = False) -> bool:
+    """Whether a product [rows, columns] over a long K takes less time than cuBLASLt's, by how tiles fill the card.
+
+    beside: the card does other work at the same time.
+    """
     ours = -(-rows // (GROUPS * ROWS)) * -(-columns // COLUMNS)
     theirs = -(-rows // _THEIR_TILE) * -(-columns // _THEIR_TILE)
+    if beside and theirs > multiprocessors:
+        return 0 < theirs % multiprocessors < _FILLED * multiprocessors
     return _TIME * -(-ours // multiprocessors) < _MARGIN * -(-theirs // multiprocessors)
 
 

@@ -33,6 +33,7 @@ from octavo.kernels.library import register
 from octavo.kernels.scaled_mm import native
 from octavo.kernels.scaled_mm.bias import with_bias
 from octavo.kernels.scaled_mm.hopper import hopper_sum
+from octavo.kernels.side_stream import is_beside
 from octavo.kernels.triton_support import multiprocessors, triton_is_installed
 
 _CUDA = (12, 9)
@@ -162,7 +163,7 @@ def _takes_own_product(a: Tensor, b: Tensor, scale_b: Tensor) -> bool:
         return False
     from octavo.kernels.scaled_mm.block_product import is_faster
 
-    return is_faster(a.shape[0], b.shape[0], multiprocessors(a))
+    return is_faster(a.shape[0], b.shape[0], multiprocessors(a), is_beside())
 
 
 @functools.cache

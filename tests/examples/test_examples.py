@@ -46,6 +46,7 @@ def line_with(text: str, out: str) -> str:
 def test_every_example_is_run_here() -> None:
     shared = {"vit_model", "vit_training"}  # imported by the vision transformers' examples
     run_here = {
+        "choosing_recipes",
         "convert_gpt2",
         "cuda_graphs",
         "gpt_generation",
@@ -105,6 +106,35 @@ def test_gpt2_is_converted_trained_and_converted_back() -> None:
     assert len(losses) == 10
     assert losses[-1] < losses[0] - 1
     assert "unconverted: Conv1D again, keys as before: True" in out
+
+
+def test_a_tour_of_recipes_shows_what_each_leaves_of_the_loss_and_how_layers_stay_out() -> None:
+    out = example("choosing_recipes")
+    parts = re.split(r"^\d\. .*$", out, flags=re.MULTILINE)[1:]
+
+    def loss(name: str, part: str) -> float:
+        return figures(line_with(f"   {name:<38}", part).partition(name)[2])[0]
+
+    recipes, changed, chosen, guarded = parts
+    assert line_with("in FP8:", recipes) == "in FP8: blocks.1.fc1, blocks.1.fc2, blocks.2.fc1, blocks.2.fc2"
+    assert recipes.count("high_precision_ends=(1, 1)") == 4
+    names = ("delayed", "current", "row-wise", "by block", "MXFP8", "by hand", "current, gradients rounded by chance")
+    # A change of the loss by 1 % would be ten times what errors of a few per cent in four of nine layers make here.
+    assert all(abs(loss(name, recipes) / loss("none", recipes) - 1) < 0.01 for name in names)
+    assert len({loss(name, recipes) for name in names}) == len(names), "two recipes gave one loss"
+    for name in names:  # four layers, three products each; by hand the weight's gradient stays out
+        assert line_with(f"   {name:<38}", recipes).endswith("8, 4" if name == "by hand" else "12, 0")
+
+    assert "12 products" in line_with("from step 0 on", changed)
+    assert " 0 products" in line_with("from step 30 on", changed)
+    assert abs(loss("delayed, then none", changed) / loss("none", recipes) - 1) < 0.01
+
+    assert "blocks.1.fc2, input: SQNR beside its outliers" in line_with("stays out of FP8", chosen)
+    assert loss("FP8 everywhere", chosen) > 1.3 * loss("none", chosen)
+    assert abs(loss("as chosen", chosen) / loss("none", chosen) - 1) < 0.05
+    # Watched steps are 4, 9, ... 24: the third one with the outlier, 22 being the first.
+    assert "step 22; high precision from step 25 on: blocks.1.fc2" in line_with("the outlier appears", guarded)
+    assert loss("none", guarded) < loss("with a guard", guarded) < loss("without a guard", guarded)
 
 
 def test_training_with_cuda_graphs_says_that_there_are_none_on_a_cpu() -> None:

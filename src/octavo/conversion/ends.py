@@ -70,7 +70,7 @@ def end_reasons(model: nn.Module, names: list[str], free: list[str], ends: Ends)
         counted = " and ".join(f"the {len(stack.blocks)} {stack.unit}" for stack in stacks)
         raise ValueError(
             f"high_precision_ends is {ends}: that is all of {counted}, and nothing would be left for FP8. Leave one or"
-            " more between the ends, or do not convert the model"
+            " more between the ends, or the whole model as it is"
         )
     return reasons
 

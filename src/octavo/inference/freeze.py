@@ -30,6 +30,7 @@ def freeze(
     *,
     input_scales: Mapping[str, float] | None = None,
     exclude: str | Iterable[str] = (),
+    high_precision_ends: int | tuple[int, int] = 0,
     fuse: bool = True,
 ) -> FreezeReport:
     """Replace every linear layer of `model` by its frozen form, in place -> the qualified names of those replaced.
@@ -51,26 +52,25 @@ def freeze(
             those of experts `moe.expert0` and so on.
         exclude: regular expressions on qualified names of layers that stay as they are. A warning is given if one
             matches no linear layer, or if nothing is left to replace.
+        high_precision_ends: how many blocks stay as they are at each end, or (first, last), counted as `octavo.convert`
+            counts them. The head is in no block: `exclude` it. A layer of theirs that was converted stays so.
         fuse: compute known MLPs as one, and have normalisations cast ahead for frozen layers, as `octavo.convert` does.
 
     Raises:
         TypeError: the model is no module.
-        ValueError: an unknown scheme, no regular expression, no truth value, a static scheme without a usable scale
-            for some layer, a pattern that excludes a part of a layer that is frozen as a whole, or a layer whose
-            channels are smoothed (`smooth_swiglu`). The model is unchanged then.
+        ValueError: an unknown scheme, no regular expression, no truth value, no count or ends that are all of the
+            model, a static scheme without a usable scale for some layer, a pattern or an end that leaves out a part of
+            a layer that is frozen as a whole, or a layer whose channels are smoothed (`smooth_swiglu`). The model is
+            unchanged then.
     """
     check_model(model, "octavo.inference.freeze")
     chosen = scheme_named(scheme)
     scales = _checked_scales(chosen, input_scales)
     _check_fuse(fuse)
-    selection = checked_selection(None, exclude, "all")
+    selection = checked_selection(None, exclude, "all", high_precision_ends)
     found = candidates(model, selection)
     layers, left = _sorted_out(_whole_layers(found), _tied(model))
-    if any(layer.name == "" for layer in layers):
-        raise ValueError("the model is itself a linear layer: put it into a module, such as nn.Sequential")
-    for layer in layers:
-        _refuse_smoothed(layer)
-        _check_calibrated(layer, chosen, scales)
+    _check_layers(layers, chosen, scales)
     for pattern in unmatched_patterns(found, selection):
         warnings.warn(f"octavo.inference.freeze: exclude pattern {pattern!r} matches no linear layer", stacklevel=2)
     if not layers:
@@ -141,17 +141,20 @@ def _reasons(layer: _Layer, tied: set[int]) -> list[str]:
     foreign = _foreign_forward(layer.module)
     if foreign is not None:
         reasons.append(f"{foreign.__name__} has a forward of its own")
-    excluded = [part.name for part in layer.parts if part.reasons]
+    excluded = [part for part in layer.parts if part.reasons]
     if 0 < len(excluded) < len(layer.parts):
         raise ValueError(
-            f"exclude leaves out {excluded[0]!r}, a part of {layer.name!r}, a {layer.kind}, which"
-            f" is frozen as a whole: exclude all of it (exclude=[{re.escape(layer.name)!r}]), or nothing"
+            f"the choice of layers leaves out {excluded[0].name!r}, a part of {layer.name!r}, a {layer.kind}"
+            f" ({excluded[0].reasons[0]}), which is frozen as a whole: exclude all of it"
+            f" (exclude=[{re.escape(layer.name)!r}]), or nothing"
         )
     return reasons
 
 
 def _reasons_of_part(part: Candidate, tied: set[int]) -> list[str]:
     reasons, module = list(part.reasons), part.module
+    if reasons and isinstance(module, FP8LinearMixin) and module.recipe is not None:
+        reasons[0] += ", but it was converted before: octavo.unconvert turns it back"
     if isinstance(module, LMHead):
         reasons.append("it computes the loss as well, of targets, which a frozen layer does not take")
     weights = module.weight_parts() if isinstance(module, FP8LinearMixin) else [module.weight]
@@ -176,6 +179,15 @@ def _foreign_forward(module: nn.Module) -> type[nn.Module] | None:
         return None
     owner = next(kind for kind in type(module).__mro__ if "forward" in kind.__dict__)
     return None if owner.__module__.partition(".")[0] in ("octavo", "transformers") else owner
+
+
+def _check_layers(layers: list[_Layer], scheme: Scheme, scales: Mapping[str, float]) -> None:
+    """Refuse what cannot be frozen, before anything is changed."""
+    if any(layer.name == "" for layer in layers):
+        raise ValueError("the model is itself a linear layer: put it into a module, such as nn.Sequential")
+    for layer in layers:
+        _refuse_smoothed(layer)
+        _check_calibrated(layer, scheme, scales)
 
 
 def _check_calibrated(layer: _Layer, scheme: Scheme, scales: Mapping[str, float]) -> None:

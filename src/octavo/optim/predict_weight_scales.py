@@ -23,12 +23,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.kernels import amax
 from octavo.modules import FP8LinearMixin
-from octavo.optim.bound_table import FROZEN, SEVERAL, BoundTable
+from octavo.optim.bound_table import SEVERAL, BoundTable
+from octavo.optim.predictable_layers import group_indices, group_of, predictable_layers
 from octavo.optim.step_bound import Step, StepBound, adam_step, check_known, given_step, larger
-from octavo.runtime import WeightBound, takes_bound
+from octavo.runtime import WeightBound
 from octavo.runtime.given_model import check_model
-from octavo.scaling import TENSOR, as_matrix
-from octavo.tensor import QuantizedTensor, stays_in_place
+from octavo.scaling import as_matrix
+from octavo.tensor import stays_in_place
 
 
 def predict_weight_scales(
@@ -93,7 +94,7 @@ class PredictedWeightScales:
         self._edited: list[WeightBound] = []
         self._before: list[_Seen] = []
         self._over = False
-        self.layers, self.left, rows = _chosen(model, optimizer)
+        self.layers, self.left, rows = predictable_layers(model, optimizer)
         if not rows:
             why = "; ".join(f"{name or '(root)'}: {reason}" for name, reason in list(self.left.items())[:3])
             raise ValueError(
@@ -152,9 +153,9 @@ class PredictedWeightScales:
 
     def _look(self, optimizer: torch.optim.Optimizer) -> list[_Seen]:
         """What a step would do to each table as things are; if there is no telling nothing, and the prediction ends."""
-        index, seen = _group_indices(optimizer), []
+        index, seen = group_indices(optimizer), []
         for table in self._tables:
-            groups = [_group_of(bound.layer, index) for bound in table.bounds]
+            groups = [group_of(bound.layer, index) for bound in table.bounds]
             if self._step_bound is None and self._betas_changed(optimizer, table, groups):
                 self._end()
                 return []
@@ -228,7 +229,7 @@ class PredictedWeightScales:
         """What another optimizer moved is measured."""
         if self._over or optimizer is self._optimizer():
             return
-        moved = _group_indices(optimizer)
+        moved = group_indices(optimizer)
         for bound, layer in self._followed():
             if any(id(part) in moved for part in layer.weight_parts()):
                 bound.measure()
@@ -251,58 +252,3 @@ def _after_any_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
 
 
 register_optimizer_step_post_hook(_after_any_step)
-
-
-def _group_indices(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """The index of the group of each parameter, by its identity."""
-    return {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-
-
-def _group_of(layer: Any, indices: dict[int, int]) -> int:
-    """The one group of a weight; FROZEN if it has none, or is there no more; SEVERAL of which its parts have others."""
-    if not isinstance(layer, FP8LinearMixin):
-        return FROZEN
-    groups = {indices.get(id(part), FROZEN) for part in layer.weight_parts()}
-    return groups.pop() if len(groups) == 1 else SEVERAL
-
-
-# Layer and param group, of all layers of one device and dtype; those of one group side by side.
-_Rows = list[tuple[Any, int]]
-
-
-def _chosen(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[str], dict[str, str], list[_Rows]]:
-    """(names of the layers that can be predicted, reasons of those that cannot, the rows of each table)."""
-    groups = _group_indices(optimizer)
-    left: dict[str, str] = {}
-    found: dict[tuple[torch.device, torch.dtype], list[tuple[str, Any, int]]] = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, FP8LinearMixin):
-            reason = _reason(layer, groups)
-            if reason:
-                left[name] = reason
-                continue
-            part = layer.weight_parts()[0]
-            found.setdefault((part.device, part.dtype), []).append((name, layer, _group_of(layer, groups)))
-    tables = [sorted(rows, key=lambda row: row[2]) for rows in found.values()]
-    names = [name for rows in tables for name, _, _ in rows]
-    return names, left, [[(layer, group) for _, layer, group in rows] for rows in tables]
-
-
-def _reason(layer: FP8LinearMixin, groups: dict[int, int]) -> str:
-    """Why the weight of a layer is measured; empty if its scale can be predicted."""
-    parts = layer.weight_parts()
-    spec = None if layer.recipe is None else layer.recipe.linear.weight
-    if spec is not None and (spec.granularity is not TENSOR or spec.scaling == "static"):
-        return f"{type(layer.recipe).__name__} measures no scale of the whole weight"
-    if layer.recipe is not None and not takes_bound(layer.recipe.linear):
-        return f"{type(layer.recipe).__name__} rounds the weight by chance, or casts it in two ways"
-    if any(isinstance(part, QuantizedTensor) for part in parts):
-        return "its weight exists in FP8 alone"
-    if any(type(part) is not nn.Parameter for part in parts):
-        return f"its weight is a {type(parts[0]).__name__}, no plain parameter"
-    if layer.delayed_state.weight_bound is not None:
-        return "it is predicted already: remove() that first"
-    of_parts = {groups.get(id(part), FROZEN) for part in parts}
-    if any(part.requires_grad and id(part) not in groups for part in parts):
-        return "its weight is trained, and not by this optimizer"
-    return "its weight lies in several param groups" if len(of_parts) > 1 else ""

@@ -280,6 +280,57 @@ def test_a_frozen_weight_that_is_trained_later_is_followed(thaw: Callable[..., N
     assert bound_of(model[0]) > 1.2 * model[0].weight.abs().max().item()
 
 
+NO_BOUND: dict[str, tuple[dict[str, Any], str]] = {
+    "betas": ({"betas": (0.97, 0.9)}, r"betas are \(0.97, 0.9\)"),
+    "eps": ({"eps": 0.0}, "eps is 0.0"),
+    "tensors": ({"betas": (torch.tensor(0.9), torch.tensor(0.999))}, "betas are tensors"),
+}
+
+
+@pytest.mark.parametrize("case", NO_BOUND)
+@pytest.mark.parametrize("in_a_hook", [False, True])
+def test_a_thawed_weight_in_a_group_without_a_bound_is_measured_after_each_step_and_said_once(
+    case: str, in_a_hook: bool
+) -> None:
+    options, why = NO_BOUND[case]
+    model = converted()
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[2].parameters(), 1e-3, foreach=False)
+    predicted = octavo.predict_weight_scales(model, optimizer, every=1000)
+    step_of_ones(optimizer)
+
+    def thaw(*_: Any) -> None:
+        optimizer.add_param_group({"params": [model[0].weight.requires_grad_()]} | options)
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+
+    message = rf"weight of 0 was frozen, and is trained now in param group 1, of whose steps no bound is known: {why}"
+    handle = optimizer.register_step_pre_hook(thaw) if in_a_hook else thaw()
+    with pytest.warns(UserWarning, match=message) as caught:
+        step_of_ones(optimizer)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    if handle is not None:
+        handle.remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(5):
+            step_of_ones(optimizer)
+            assert bound_of(model[0]) == model[0].weight.abs().max().item()
+            assert bound_of(model[2]) > model[2].weight.abs().max().item()
+    assert predicted.layers == ["2"]
+    assert why.split(" ")[0] in predicted.left["0"]
+    assert set(predicted.slack()) == {"0", "2"}
+    model(torch.randn(4, 32)).sum().backward()
+
+
+def test_a_group_without_a_bound_is_refused_at_the_call() -> None:
+    model = converted()
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "betas": (0.97, 0.9)}]
+    with pytest.raises(ValueError, match=r"betas are \(0.97, 0.9\): updates are bounded only"):
+        octavo.predict_weight_scales(model, torch.optim.AdamW(groups))
+    assert all(layer.delayed_state.weight_bound is None for layer in (model[0], model[2]))
+
+
 def test_a_weight_that_is_moved_between_groups_takes_the_rate_of_the_new_one() -> None:
     model = converted()
     groups = [{"params": model[0].parameters(), "lr": 1e-4}, {"params": model[2].parameters(), "lr": 0.5}]
@@ -514,8 +565,9 @@ def test_betas_that_change_end_it_with_a_warning() -> None:
     optimizer.param_groups[0]["betas"] = (0.5, 0.999)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    with pytest.warns(UserWarning, match=r"betas and eps changed from .* measured from now on"):
+    with pytest.warns(UserWarning, match=r"betas and eps changed from .* measured from now on") as caught:
         optimizer.step()
+    assert caught[0].filename == __file__
     assert model[0].delayed_state.weight_bound is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")

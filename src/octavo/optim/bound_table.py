@@ -19,8 +19,8 @@ from octavo.runtime import WeightBound
 
 # In the place of a param group: no step moves the weight.
 FROZEN = -1
-# Or: its parts lie in several, and it is measured after each step.
-SEVERAL = -2
+# Or: its parts lie in several, or of its steps no bound is known: it is measured after each step.
+MEASURED = -2
 
 
 class BoundTable:
@@ -28,7 +28,7 @@ class BoundTable:
 
     Args:
         layers: of one device and dtype, those of one param group side by side: one launch raises neighbours.
-        groups: of each layer, the index of the param group that its weight is in, FROZEN or SEVERAL.
+        groups: of each layer, the index of the param group that its weight is in, FROZEN or MEASURED.
 
     Attributes:
         groups: those of the step that was seen last.

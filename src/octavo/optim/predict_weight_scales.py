@@ -23,9 +23,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.kernels import amax
 from octavo.modules import FP8LinearMixin
-from octavo.optim.bound_table import SEVERAL, BoundTable
+from octavo.optim.bound_table import MEASURED, BoundTable
 from octavo.optim.predictable_layers import group_indices, group_of, predictable_layers
-from octavo.optim.step_bound import Step, StepBound, adam_step, check_known, given_step, larger
+from octavo.optim.step_bound import NoBoundError, Step, StepBound, adam_step, check_known, given_step, larger
 from octavo.runtime import WeightBound
 from octavo.runtime.given_model import check_model
 from octavo.scaling import as_matrix
@@ -45,7 +45,9 @@ def predict_weight_scales(
     way goes on. With delayed scaling weights have no history meanwhile, and no margin: a bound needs none. Learning
     rates are read from the param groups at each step. A weight that changed otherwise (`load_state_dict`, an edit,
     another optimizer) is measured anew at its next forward, in compiled code at the next step: call `measure()` after
-    an edit there. A write through `weight.data` leaves no trace; call `measure()` as well.
+    an edit there. A write through `weight.data` leaves no trace; call `measure()` as well. A frozen weight that is
+    trained later follows its param group; where no bound of that is known, it is measured after each step, with a
+    warning.
 
     Args:
         model: converted, on its device and in its dtype.
@@ -80,7 +82,7 @@ class PredictedWeightScales:
 
     Attributes:
         layers: names of the layers whose scales are predicted.
-        left: names of the others, and why their weights are measured.
+        left: names of the others, and why their weights are measured; those that were predicted before among them.
     """
 
     def __init__(
@@ -102,7 +104,11 @@ class PredictedWeightScales:
                 f"{f' ({why})' if why else ''}: octavo.convert(model, CurrentScaling()) or DelayedScaling() first"
             )
         self._tables = [BoundTable(*zip(*some, strict=True)) for some in rows]
-        self._look(optimizer)  # what has no bound is refused before anything is changed
+        self._names = dict(zip((bound for table in self._tables for bound in table.bounds), self.layers, strict=True))
+        for table in self._tables:
+            for group in {index for index in table.groups if index >= 0}:
+                self._step(optimizer.param_groups[group], table)  # what has no bound is refused, and nothing changed
+        self._look(optimizer)
         self.measure()
         for bound, layer in self._followed():
             layer.delayed_state.predict_weight(bound)
@@ -122,10 +128,9 @@ class PredictedWeightScales:
     def slack(self) -> dict[str, float]:
         """How many bits each scale leaves unused, log2(bound / amax), by layer; waits for the device."""
         found = {}
-        names = dict(zip((bound for table in self._tables for bound in table.bounds), self.layers, strict=True))
         for bound, layer in self._followed():
             largest = max(float(amax(as_matrix(part.detach()))) for part in layer.weight_parts())
-            found[names[bound]] = math.log2(float(bound.amax) / largest) if largest else 0.0
+            found[self._names[bound]] = math.log2(float(bound.amax) / largest) if largest else 0.0
         return found
 
     def remove(self) -> None:
@@ -153,20 +158,42 @@ class PredictedWeightScales:
 
     def _look(self, optimizer: torch.optim.Optimizer) -> list[_Seen]:
         """What a step would do to each table as things are; if there is no telling nothing, and the prediction ends."""
-        index, seen = group_indices(optimizer), []
+        indices, seen = group_indices(optimizer), []
         for table in self._tables:
-            groups = [group_of(bound.layer, index) for bound in table.bounds]
+            groups = [group_of(bound.layer, indices) for bound in table.bounds]
             if self._step_bound is None and self._betas_changed(optimizer, table, groups):
                 self._end()
                 return []
-            some = dict.fromkeys(group for group in groups if group >= 0)
-            seen.append(_Seen(groups, {group: self._step(optimizer.param_groups[group], table) for group in some}))
+            steps = {}
+            for index in dict.fromkeys(group for group in groups if group >= 0):
+                try:
+                    steps[index] = self._step(optimizer.param_groups[index], table)
+                except NoBoundError as error:
+                    groups = self._without_bound(table, groups, index, str(error))
+            seen.append(_Seen(groups, steps))
         return seen
 
     def _step(self, group: dict[str, Any], table: BoundTable) -> Step:
         if self._step_bound is not None:
             return given_step(self._step_bound, group, table.dtype)
         return adam_step(group, table.dtype)
+
+    def _without_bound(self, table: BoundTable, groups: list[int], index: int, why: str) -> list[int]:
+        """The groups of a table with MEASURED for one; a warning is given of each of its weights, once."""
+        for bound, group in zip(table.bounds, groups, strict=True):
+            name = self._names[bound]
+            if group != index or name in self.left:
+                continue
+            self.layers.remove(name)
+            self.left[name] = f"no bound is known of the steps of param group {index}: {why}"
+            warnings.warn(
+                f"octavo.predict_weight_scales: the weight of {name or '(root)'} was frozen, and is trained now in"
+                f" param group {index}, of whose steps no bound is known: {why}. It is measured after each step, which"
+                " reads it once more; the other weights stay predicted. Put that right before its first step to have it"
+                " predicted too",
+                stacklevel=5,
+            )
+        return [MEASURED if group == index else group for group in groups]
 
     def _betas_changed(self, optimizer: torch.optim.Optimizer, table: BoundTable, groups: list[int]) -> bool:
         """True, with a warning, if a weight has moments of two kinds."""
@@ -180,7 +207,7 @@ class PredictedWeightScales:
                     f"octavo.predict_weight_scales: betas and eps changed from {before} to {now}, and no bound is known"
                     " of moments of both: the weights' scales are measured from now on. Call it anew where the"
                     " optimizer is made anew",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
                 return True
         return False
@@ -220,7 +247,7 @@ class PredictedWeightScales:
                 # What no group has was not moved by this step: a change of it is somebody else's.
                 if group >= 0:
                     bound.note(bound.layer.weight_parts())
-                elif group == SEVERAL:
+                elif group == MEASURED:
                     bound.measure()
         for bound in self._edited:
             bound.measure()

@@ -1,6 +1,6 @@
 """Which layers of a model have a weight whose scale can be predicted, and which param group each weight is in.
 
-A weight has one group, or none (`FROZEN`), or its parts have several (`SEVERAL`): see `bound_table`.
+A weight has one group, or none (`FROZEN`), or its parts have several (`MEASURED`): see `bound_table`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from octavo.modules import FP8LinearMixin
-from octavo.optim.bound_table import FROZEN, SEVERAL
+from octavo.optim.bound_table import FROZEN, MEASURED
 from octavo.runtime import takes_bound
 from octavo.scaling import TENSOR
 from octavo.tensor import QuantizedTensor
@@ -23,11 +23,11 @@ def group_indices(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def group_of(layer: Any, indices: dict[int, int]) -> int:
-    """The one group of a weight; FROZEN if it has none, or is there no more; SEVERAL of which its parts have others."""
+    """The one group of a weight; FROZEN if it has none, or is there no more; MEASURED if its parts differ."""
     if not isinstance(layer, FP8LinearMixin):
         return FROZEN
     groups = {indices.get(id(part), FROZEN) for part in layer.weight_parts()}
-    return groups.pop() if len(groups) == 1 else SEVERAL
+    return groups.pop() if len(groups) == 1 else MEASURED
 
 
 # Layer and param group, of all layers of one device and dtype; those of one group side by side.

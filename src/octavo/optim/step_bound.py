@@ -34,10 +34,18 @@ _ROUNDINGS = 4
 # Below it v may underflow to 0 in float32 where m does not, and m / (sqrt(v) + eps) is bounded by nothing.
 _LEAST_EPSILON = 1e-15
 
+_BETAS_ARE_TENSORS = (
+    "betas are tensors, and the bound of a step would wait for the device: give the optimizer numbers (lr may be a"
+    " tensor)"
+)
 REMEDY = (
     "give step_bound=, a function of a param group (a dict with its lr) that returns the largest amount by which one"
     " step can change an element, such as lambda group: group['lr'] for Lion; or leave the scales measured"
 )
+
+
+class NoBoundError(ValueError):
+    """There is no bound of the steps of a param group."""
 
 
 class Step(NamedTuple):
@@ -64,10 +72,7 @@ def check_known(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError unless steps of this optimizer are those of Adam or AdamW, with numbers for betas."""
     kind = type(optimizer)
     if any(isinstance(beta, Tensor) for group in optimizer.param_groups for beta in group.get("betas", ())):
-        raise ValueError(
-            "octavo.predict_weight_scales: betas are tensors, and the bound of a step would wait for the device: give"
-            " the optimizer numbers (lr may be a tensor)"
-        )
+        raise ValueError(f"octavo.predict_weight_scales: {_BETAS_ARE_TENSORS}")
     if issubclass(kind, torch.optim.Adam):
         known = kind.__mro__[: kind.__mro__.index(torch.optim.Adam)]
         if not any("step" in vars(one) for one in known if one is not torch.optim.AdamW):
@@ -82,10 +87,12 @@ def adam_step(group: Mapping[str, Any], dtype: torch.dtype) -> Step:
     """What one step of Adam or AdamW does to the bound of weights of a dtype.
 
     Raises:
-        ValueError: betas or epsilon for which there is no bound.
+        NoBoundError: betas or epsilon for which there is no bound.
     """
     lr, decay = group["lr"], group["weight_decay"]
     b1, b2 = group["betas"]
+    if isinstance(b1, Tensor) or isinstance(b2, Tensor):
+        raise NoBoundError(_BETAS_ARE_TENSORS)
     added = lr * (adam_factor(b1, b2, group["eps"], dtype) * (1 + _rounding(dtype)))
     if not (decay and group.get("decoupled_weight_decay")):
         return Step(1.0, added)
@@ -112,21 +119,21 @@ def adam_factor(b1: float, b2: float, epsilon: float, dtype: torch.dtype) -> flo
     """c of the module, for moments in `dtype`.
 
     Raises:
-        ValueError: there is none.
+        NoBoundError: there is none.
     """
     if dtype not in (torch.float32, torch.float64, torch.bfloat16):
-        raise ValueError(
+        raise NoBoundError(
             f"weights and moments are {dtype}, in which the second moment underflows: keep the weights in float32"
         )
     if epsilon < _LEAST_EPSILON:
-        raise ValueError(
+        raise NoBoundError(
             f"eps is {epsilon}: with less than {_LEAST_EPSILON} an update has no bound where squares of gradients"
             " underflow; the default is 1e-8"
         )
     off = _rounding(dtype)
     ratio = (b1 * (1 + off)) ** 2 / (b2 * (1 - off)) if b2 > 0 else math.inf
     if ratio >= 1:
-        raise ValueError(
+        raise NoBoundError(
             f"betas are ({b1}, {b2}): updates are bounded only where the square of the first is below the second, with"
             f" room for the roundings of {dtype}"
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -23,7 +25,10 @@ from octavo.conversion.card import (
     product_seconds,
 )
 from octavo.conversion.gain import (
+    BY_CHANCE,
+    EMULATED,
     METHODS,
+    MIXED,
     Method,
     bf16_seconds,
     expected_gain,
@@ -31,13 +36,16 @@ from octavo.conversion.gain import (
     method_of,
     smallest_square,
     smallest_tokens,
+    unmodelled,
 )
 from octavo.conversion.selection import speed_reasons
 from octavo.recipes import (
     BlockScaling,
     CurrentScaling,
+    CustomRecipe,
     DelayedScaling,
     MXFP8Scaling,
+    QuantizeSpec,
     Recipe,
     RowwiseScaling,
     StaticScaling,
@@ -175,6 +183,83 @@ def test_a_recipe_costs_what_its_specs_cost(recipe: Recipe, name: str) -> None:
 
 def test_a_recipe_that_is_emulated_on_every_device_is_not_weighed() -> None:
     assert method_of(MXFP8Scaling()) is None
+    assert unmodelled(MXFP8Scaling()) == EMULATED
+
+
+ONE = QuantizeSpec(format="E4M3")
+OPERANDS_OF_PRODUCTS = (
+    "fprop_input", "fprop_weight", "dgrad_grad_output", "dgrad_weight", "wgrad_grad_output", "wgrad_input",
+)  # fmt: skip
+
+
+def custom(**changes: Any) -> CustomRecipe:
+    return CustomRecipe(**dict.fromkeys(OPERANDS_OF_PRODUCTS, ONE) | changes)
+
+
+def by(granularity: Any, **more: Any) -> QuantizeSpec:
+    return QuantizeSpec(format="E4M3", granularity=granularity, **more)
+
+
+@pytest.mark.parametrize("kind", [DelayedScaling, CurrentScaling, RowwiseScaling, BlockScaling])
+@pytest.mark.parametrize(("field", "extents"), [("saved_input", (0, 1)), ("saved_weight", (2, 1))])
+def test_what_is_cast_again_is_charged_a_read_more(kind: Any, field: str, extents: tuple[int, int]) -> None:
+    shape = (8192, 1280, 5120)
+    elements = float(shape[extents[0]] * shape[extents[1]])
+    once, again = method_of(kind()), method_of(kind(**{field: "high_precision"}))
+    *before, last = once.casts
+    # A read of 2 bytes and a launch at the rate of the cast, and what measures the scale once more.
+    more = sum(pass_seconds(elements, walk) for walk in (*before, Pass(2, last.of_copy)))
+    assert fp8_seconds(again, *shape) - fp8_seconds(once, *shape) == pytest.approx(more)
+    assert expected_gain(1280, 5120, method=again) < expected_gain(1280, 5120, method=once)
+
+
+def test_an_operand_with_a_spec_for_each_product_is_cast_twice() -> None:
+    e5m2 = QuantizeSpec(format="E5M2")
+    assert method_of(custom()).twice == ()
+    assert method_of(custom(wgrad_input=e5m2)).twice == ("input",)
+    assert method_of(custom(dgrad_weight=e5m2, wgrad_grad_output=e5m2)).twice == ("weight", "grad_output")
+    # Of a product in high precision nothing is cast.
+    assert method_of(custom(wgrad_input=None, wgrad_grad_output=None, dgrad_weight=e5m2)).twice == ("weight",)
+    assert method_of(RowwiseScaling(high_precision_wgrad=True, saved_weight="high_precision")).twice == ("weight",)
+
+
+def test_one_measured_scale_makes_a_recipe_as_dear_as_measured_ones() -> None:
+    assert method_of(StaticScaling(input_scale=1.0)).name == "current"
+    delayed = by("tensor", scaling="delayed")
+    assert method_of(custom(fprop_input=delayed, wgrad_input=delayed)).name == "current"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        (CurrentScaling(grad_output_rounding="stochastic"), BY_CHANCE),
+        (custom(fprop_input=by("tensor", rounding="stochastic")), BY_CHANCE),
+        (custom(wgrad_input=by("row")), MIXED),
+        (custom(fprop_input=by((1, 128)), fprop_weight=by((128, 128))), MIXED),
+        (custom(wgrad_input=by("mx"), wgrad_grad_output=by("mx")), EMULATED),
+        (BlockScaling(saved_weight="high_precision"), ""),
+        # What no product takes does not count.
+        (custom(fprop_input=by("row"), fprop_weight=by("row"), **dict.fromkeys(OPERANDS_OF_PRODUCTS[2:])), ""),
+    ],
+)
+def test_where_no_model_of_the_cost_exists_no_gain_is_shown(recipe: Recipe, why: str) -> None:
+    assert unmodelled(recipe) == why
+    report = octavo.convert(nn.Sequential(nn.Linear(4096, 4096, device="meta")), recipe, filter="all", dry_run=True)
+    [layer] = report.converted
+    assert layer.no_gain == why
+    assert math.isnan(layer.expected_gain) == bool(why)
+    row, said = str(report).splitlines()[2].split(), [line for line in str(report).splitlines() if "no model" in line]
+    cell = "emulated" if why == EMULATED else "unknown" if why else f"{layer.expected_gain:.2f}x"
+    assert row[5] == cell
+    assert [why in line for line in said] == ([True] if cell == "unknown" else [])
+
+
+def test_layers_that_lose_without_what_has_no_model_are_left_out_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.conversion.selection.device_reasons", lambda device: [])
+    model = nn.ModuleDict({str(size): nn.Linear(size, size, device="meta") for size in (64, 4096)})
+    report = octavo.convert(model, DelayedScaling(grad_output_rounding="stochastic"), dry_run=True)
+    assert [layer.name for layer in report.converted] == ["4096"]
+    assert "slow it down" in report.skipped[0].reason
 
 
 def test_products_that_stay_in_bf16_are_charged_so() -> None:

@@ -20,7 +20,7 @@ from octavo.conversion.fast_path import leave_fast_path, restore_fast_path
 from octavo.conversion.fuse import fuse as fuse_structures
 from octavo.conversion.fuse import unfuse
 from octavo.conversion.fused import kind_of
-from octavo.conversion.gain import expected_gain, method_of
+from octavo.conversion.gain import expected_gain, method_of, unmodelled
 from octavo.conversion.known_parts import is_replaced
 from octavo.conversion.report import NO_DEVICE, ConversionReport, LayerReport
 from octavo.conversion.selection import Candidate, LayerFilter, candidates, checked_selection, unmatched_patterns
@@ -166,13 +166,16 @@ def _convert_layer(layer: Candidate, recipe: Recipe, dry_run: bool) -> LayerRepo
         converts,
         type(own).__name__ if converts else "",
         reason,
-        _gain(layer, own or recipe),
+        *_gain(layer, own or recipe),
     )
 
 
-def _gain(layer: Candidate, recipe: Recipe) -> float:
-    method = method_of(recipe)
-    return math.nan if method is None else expected_gain(layer.in_features, layer.out_features, method=method)
+def _gain(layer: Candidate, recipe: Recipe) -> tuple[float, str]:
+    """The expected gain of a layer; or NaN, and why there is none."""
+    why, method = unmodelled(recipe), method_of(recipe)
+    if why or method is None:
+        return math.nan, why
+    return expected_gain(layer.in_features, layer.out_features, method=method), ""
 
 
 def _shared_inputs(model: nn.Module) -> list[str]:

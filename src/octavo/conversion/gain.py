@@ -16,6 +16,12 @@ torch 2.11, Triton 3.6, 2026-11-30, of bf16 unless said otherwise):
     float32    6 bytes at 0.99 where bf16 has 4
     column sums of a gradient with it                 0.81
 
+An operand that is cast once for each of its two products (`saved_input` or `saved_weight="high_precision"`, or a spec
+of its own for each) is read twice: two casts of 3 bytes, each after an amax of its own where the scale is measured, at
+the shares above. Casts of one layout were not measured by themselves.
+
+No model: stochastic rounding, which is slow, and recipes that mix kinds of scales (`unmodelled`).
+
 With many tokens the ratio tends to a limit that depends on K and N alone, and that limit decides what `convert` leaves
 out. GPU time only: a host too slow to launch kernels in time hides any gain.
 """
@@ -23,11 +29,13 @@ out. GPU time only: a host too slow to launch kernels in time hides any gain.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.conversion.card import H200, Card, Pass, Products, pass_seconds, product_seconds
-from octavo.recipes import Recipe
+from octavo.recipes import OperandName, Recipe
+from octavo.recipes.recipe import OPERANDS
 from octavo.scaling import MX, ROW, TENSOR
+from octavo.tensor import QuantizeSpec
 
 # A cast as the targets of the bench ask for it: 4 bytes an element (2 read, 1 + 1 written) at 1 / 1.12 of copying.
 CAST_BYTES = 1.12 * 4
@@ -53,6 +61,7 @@ class Method:
         products: which rate they run at.
         casts: passes over each operand in bf16.
         dgrad_fp8, wgrad_fp8: False runs that product in BF16.
+        twice: operands that are cast once for each of their two products.
     """
 
     name: str
@@ -60,6 +69,7 @@ class Method:
     casts: tuple[Pass, ...]
     dgrad_fp8: bool = True
     wgrad_fp8: bool = True
+    twice: tuple[OperandName, ...] = ()
 
 
 METHODS: dict[str, Method] = {
@@ -70,20 +80,62 @@ METHODS: dict[str, Method] = {
 }
 
 
-def method_of(recipe: Recipe) -> Method | None:
-    """What a recipe's specs cost; of recipes that mix granularities, what that of the input costs.
+# Why no gain is shown; what is emulated has none.
+EMULATED = "emulated on every device"
+BY_CHANCE = "stochastic rounding, which is slow"
+MIXED = "specs that mix kinds of scales"
 
-    None of MX blocks, whose products are emulated on every device: they gain nothing.
+
+def method_of(recipe: Recipe) -> Method | None:
+    """What a recipe's specs cost; None of MX blocks, whose products are emulated on every device: they gain nothing.
+
+    Of recipes that `unmodelled` names it is a part of the cost: of stochastic rounding what the same recipe costs to
+    nearest, of mixed scales what that of the input costs.
     """
-    specs = recipe.linear
-    granularity = specs.input.granularity
-    if granularity is MX:
+    specs, used = recipe.linear, _used_specs(recipe)
+    if any(spec.granularity is MX for spec in used):
         return None
-    if granularity is TENSOR:
-        base = METHODS["current" if specs.input.scaling == "current" else "delayed"]
-    else:
-        base = METHODS["rowwise" if granularity is ROW else "block"]
-    return Method(base.name, base.products, base.casts, specs.dgrad_fp8, specs.wgrad_fp8)
+    kind = _kind(specs.input)
+    if kind == "delayed" and any(_kind(spec) == "current" for spec in used):
+        kind = "current"  # the dearer of the two for all operands
+    twice = {
+        "input": specs.wgrad_fp8 and (recipe.saved_input == "high_precision" or specs.input_t is not specs.input),
+        "weight": specs.dgrad_fp8 and (recipe.saved_weight == "high_precision" or specs.weight_t is not specs.weight),
+        "grad_output": specs.dgrad_fp8 and specs.wgrad_fp8 and specs.grad_output_t is not specs.grad_output,
+    }
+    base = METHODS[kind]
+    return replace(
+        base,
+        dgrad_fp8=specs.dgrad_fp8,
+        wgrad_fp8=specs.wgrad_fp8,
+        twice=tuple(operand for operand in OPERANDS if twice[operand]),
+    )
+
+
+def unmodelled(recipe: Recipe) -> str:
+    """What there is in a recipe whose cost nobody has a model of; empty if its gain can be estimated."""
+    used = _used_specs(recipe)
+    if any(spec.granularity is MX for spec in used):
+        return EMULATED
+    if any(spec.rounding == "stochastic" for spec in used):
+        return BY_CHANCE
+    kinds = {METHODS[_kind(spec)].products for spec in used}
+    return MIXED if len(kinds) > 1 else ""
+
+
+def _used_specs(recipe: Recipe) -> list[QuantizeSpec]:
+    """Those of the operands of the products that run in FP8."""
+    specs = recipe.linear
+    used = [specs.input, specs.weight]
+    used += [specs.grad_output, specs.weight_t] if specs.dgrad_fp8 else []
+    return used + ([specs.grad_output_t, specs.input_t] if specs.wgrad_fp8 else [])
+
+
+def _kind(spec: QuantizeSpec) -> str:
+    """The entry of METHODS that costs what this spec does."""
+    if spec.granularity is TENSOR:
+        return "current" if spec.scaling == "current" else "delayed"
+    return "rowwise" if spec.granularity is ROW else "block"
 
 
 def bf16_seconds(
@@ -130,12 +182,12 @@ def fp8_seconds(
     seconds = product_seconds(method.products, m, k, n, card) + product_seconds(dgrad, m, n, k, card)
     seconds += product_seconds(wgrad, n, m, k, card, out_bytes=4 if float32_weight else 2)
     *before, last = method.casts
-    seconds += sum(pass_seconds(m * k, walk, card) for walk in method.casts)
     weight = _float32(method.casts) if float32_weight else method.casts
-    seconds += sum(pass_seconds(float(k) * n, walk, card) for walk in weight)
+    seconds += _cast_seconds(m * k, method.casts, "input" in method.twice, card)
+    seconds += _cast_seconds(float(k) * n, weight, "weight" in method.twice, card)
     if method.dgrad_fp8 or method.wgrad_fp8:
         gradient = (*before, Pass(last.bytes_each, min(last.of_copy, WITH_COLUMN_SUMS)) if bias else last)
-        return seconds + sum(pass_seconds(m * n, walk, card) for walk in gradient)
+        return seconds + _cast_seconds(m * n, gradient, "grad_output" in method.twice, card)
     return seconds + (pass_seconds(m * n, COLUMN_SUMS, card) if bias else 0.0)
 
 
@@ -194,6 +246,14 @@ def _first(gain: Callable[[int], float], most: int) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if gain(middle) > 1 else (middle, high)
     return high
+
+
+def _cast_seconds(elements: float, casts: tuple[Pass, ...], twice: bool, card: Card) -> float:
+    """Seconds of the passes over an operand: for both layouts at once, or twice for one each, a byte less written."""
+    if twice:
+        *before, last = casts
+        casts = 2 * (*before, Pass(last.bytes_each - 1, last.of_copy))
+    return sum(pass_seconds(elements, walk, card) for walk in casts)
 
 
 def _float32(casts: tuple[Pass, ...]) -> tuple[Pass, ...]:

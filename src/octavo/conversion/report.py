@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from octavo.conversion.gain import EMULATED
 from octavo.kernels.scaled_mm import device_reasons
 
 # Of a model without parameters.
@@ -25,7 +26,8 @@ class LayerReport:
         recipe: of the layer, as text; empty if not converted.
         reason: why it was skipped, or a remark; may be empty.
         expected_gain: speed of forward and backward over bf16 on an H200 with many tokens, by `octavo.conversion.gain`;
-            NaN under a recipe that is emulated on every device.
+            NaN under a recipe that is emulated on every device, or whose cost has no model.
+        no_gain: why `expected_gain` is NaN; empty if it is a number.
     """
 
     name: str
@@ -36,6 +38,7 @@ class LayerReport:
     recipe: str
     reason: str
     expected_gain: float
+    no_gain: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,8 @@ class ConversionReport:
         rows = [head]
         for layer in self.layers:
             gain = f"{layer.expected_gain:.2f}x" if layer.converted else ""
-            gain = "emulated" if layer.converted and math.isnan(layer.expected_gain) else gain
+            if layer.converted and math.isnan(layer.expected_gain):
+                gain = "emulated" if layer.no_gain == EMULATED else "unknown"
             remark = "; ".join(text for text in (layer.recipe, layer.reason) if text)
             size = str(layer.in_features), str(layer.out_features)
             rows.append((layer.name or "(root)", layer.kind, *size, "yes" if layer.converted else "no", gain, remark))
@@ -129,6 +133,8 @@ class ConversionReport:
             lines.append("FP8 is emulated here, with the same numbers: no layer was left out for its speed.")
         if self.converted:
             lines.append("gain: forward and backward against bf16 on an H200 with many tokens, a model's estimate.")
+        for why in dict.fromkeys(layer.no_gain for layer in self.converted if layer.no_gain not in ("", EMULATED)):
+            lines.append(f"unknown: there is no model of what this recipe has, {why}: measure it.")
         lines += structure_lines(self.structures) + list(self.remarks)
         return "\n".join([f"! {warning}" for warning in self.warnings] + lines)
 

@@ -63,8 +63,10 @@ def written(folder: Path, config: dict[str, Any]) -> str:
     return str(folder)
 
 
-def advice(source: str, recipe: str | None = None, memory: float | None = None, **asked: Any) -> ModelAdvice:
-    return model_advice(Question(source, **asked), card_named("h200", memory), methods_named(recipe))
+def advice(
+    source: str, recipe: str | None = None, memory: float | None = None, saved_weight: str = "fp8", **asked: Any
+) -> ModelAdvice:
+    return model_advice(Question(source, **asked), card_named("h200", memory), methods_named(recipe, saved_weight))
 
 
 def of(answer: ModelAdvice, recipe: str) -> Memory:
@@ -327,3 +329,16 @@ def test_without_timm_a_name_is_explained(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("octavo.bench.advice.source.importlib.util.find_spec", lambda name: None)
     with pytest.raises(AdviceError, match="timm, whose model it may be, is not installed; nothing is downloaded"):
         advice("vit_base_patch16_224")
+
+
+def test_weights_that_are_cast_again_keep_no_codes_and_take_longer(folder: Path) -> None:
+    source = written(folder, LLAMA)
+    kept, again = (
+        advice(source, "delayed", saved_weight=how, batch=2, sequence=1024) for how in ("fp8", "high_precision")
+    )
+    items = dict(of(kept, "delayed").items)
+    assert items["FP8 codes of weights"] > 0
+    assert dict(of(again, "delayed").items) == items | {"FP8 codes of weights": 0}
+    assert of(again, "bf16") == of(kept, "bf16")
+    assert again.fp8_ms["delayed"] > kept.fp8_ms["delayed"]
+    assert any("saved_weight='high_precision'" in sentence for sentence in again.sentences)

@@ -135,3 +135,19 @@ def test_recipes_by_name() -> None:
         methods_named("mxfp8")
     with pytest.raises(AdviceError, match="names none"):
         methods_named(",")
+    with pytest.raises(AdviceError, match="--saved-weight 'bf16' is unknown: there are fp8, high_precision"):
+        methods_named(None, "bf16")
+
+
+def test_weights_that_are_cast_again_cost_time_and_it_is_said() -> None:
+    card, shape = card_named("h200"), (4096, 4096, 14336)
+    once, again = (
+        shape_advice(shape, card, methods_named("delayed,current", how)) for how in ("fp8", "high_precision")
+    )
+    # A read of 2 bytes at the cast's share of copying; of a measured scale its amax too.
+    reads = (2 / 0.92, 2 / 0.92 + 2 / 0.98)
+    for first, second, read, launches in zip(once.methods, again.methods, reads, (1, 2), strict=True):
+        more = 4096 * 14336 * read / card.card.copy + launches * card.card.pass_overhead
+        assert second.fp8_us - first.fp8_us == pytest.approx(more * 1e6)
+    assert [one for one in again.sentences if one not in once.sentences][-1].startswith("With saved_weight=")
+    assert not any("saved_weight" in one for one in once.sentences)

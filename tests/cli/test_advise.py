@@ -50,6 +50,17 @@ def test_json_has_the_same_figures_and_nothing_else() -> None:
     assert data["sentences"][0].startswith("FP8 gains")
 
 
+def test_weights_cast_again_are_an_option() -> None:
+    plain, again = (
+        json.loads(run.invoke(app, [*SHAPE, "--json", *more]).stdout)
+        for more in ([], ["--saved-weight", "high_precision"])
+    )
+    assert all(a["gain"] < b["gain"] for a, b in zip(again["methods"], plain["methods"], strict=True))
+    refused = run.invoke(app, [*SHAPE, "--saved-weight", "bf16"])
+    assert refused.exit_code == 2
+    assert "--saved-weight 'bf16' is unknown" in refused.stderr
+
+
 def test_a_model_is_answered_with_layers_memory_and_sentences(source: str) -> None:
     result = run.invoke(app, ["advise", "--device", "h200", "--model", source, "--batch", "2"], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output

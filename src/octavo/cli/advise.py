@@ -36,6 +36,10 @@ SequenceOption = Annotated[int | None, typer.Option(help="Tokens of a sample. De
 RecipeOption = Annotated[
     str | None, typer.Option(help="Scalings, by comma: delayed, current, rowwise, block. Default: all.")
 ]
+SavedWeightOption = Annotated[
+    str,
+    typer.Option(help="fp8, or high_precision: weights are cast again in the backward, as a recipe's saved_weight."),
+]
 OptimizerOption = Annotated[str | None, typer.Option(help="adamw (default) or sgd, which has no momentum.")]
 PrecisionOption = Annotated[
     str | None, typer.Option(help="autocast (default): float32 parameters; bf16: bf16 parameters, without masters.")
@@ -57,6 +61,7 @@ def advise(
     batch: BatchOption = None,
     sequence: SequenceOption = None,
     recipe: RecipeOption = None,
+    saved_weight: SavedWeightOption = "fp8",
     optimizer: OptimizerOption = None,
     precision: PrecisionOption = None,
     exclude: ExcludeOption = None,
@@ -85,7 +90,7 @@ def advise(
     answer: ShapeAdvice | ModelAdvice
     try:
         _check_question(model, shape, given, memory, bias)
-        chosen, methods = card_named(device, memory), methods_named(recipe)
+        chosen, methods = card_named(device, memory), methods_named(recipe, saved_weight)
         if model is not None:
             answer = model_advice(_question(model, given), chosen, methods)
         else:

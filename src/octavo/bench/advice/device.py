@@ -10,6 +10,7 @@ import torch
 from octavo.bench.advice.error import AdviceError
 from octavo.conversion.card import CARDS, GIB, Card
 from octavo.conversion.gain import METHODS, Method
+from octavo.recipes import OperandName
 
 
 class ChosenCard(NamedTuple):
@@ -46,15 +47,26 @@ def card_named(name: str, memory_gib: float | None = None) -> ChosenCard:
     return ChosenCard(replace(chosen.card, memory_gib=memory_gib), chosen.remark)
 
 
-def methods_named(names: str | None) -> list[Method]:
-    """The scalings of `a,b`; all of them for None. Raises AdviceError for others."""
+def methods_named(names: str | None, saved_weight: str = "fp8") -> list[Method]:
+    """The scalings of `a,b`; all of them for None.
+
+    Args:
+        names: by comma.
+        saved_weight: as of a recipe: "high_precision" casts weights again in the backward.
+
+    Raises:
+        AdviceError: other names, or another `saved_weight`.
+    """
+    if saved_weight not in ("fp8", "high_precision"):
+        raise AdviceError(f"--saved-weight {saved_weight!r} is unknown: there are fp8, high_precision")
     wanted = list(METHODS) if names is None else [one.strip().lower() for one in names.split(",") if one.strip()]
     for one in wanted:
         if one not in METHODS:
             raise AdviceError(f"--recipe names {one!r}, which is unknown: there are {', '.join(METHODS)}")
     if not wanted:
         raise AdviceError(f"--recipe {names!r} names none: there are {', '.join(METHODS)}")
-    return [METHODS[one] for one in dict.fromkeys(wanted)]
+    twice: tuple[OperandName, ...] = ("weight",) if saved_weight == "high_precision" else ()
+    return [replace(METHODS[one], twice=twice) for one in dict.fromkeys(wanted)]
 
 
 def _present() -> ChosenCard:

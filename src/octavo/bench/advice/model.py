@@ -147,9 +147,10 @@ def _memory(
 ) -> Memory:
     converted = {layer.weight: SCALES[method.name] for layer in layers if layer.converts(method.name)}
     count = sum(layer.converts(method.name) for layer in layers)
-    return memory_of(
-        described.model, method.name, kept(converted), question.batch, question.precision, question.optimizer, count
-    )
+    found = kept(converted)
+    if "weight" in method.twice:
+        found.bytes["weight codes"] = 0
+    return memory_of(described.model, method.name, found, question.batch, question.precision, question.optimizer, count)
 
 
 def _kept(described: Described, question: Question, fp8: Mapping[int, object]) -> Kept:

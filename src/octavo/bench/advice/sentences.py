@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from octavo.bench.advice.layers import Layer, seconds
 from octavo.bench.advice.memory import Memory
-from octavo.bench.advice.shape import HOST_FACTOR, HOST_LINEAR_S, WORTH_IT
+from octavo.bench.advice.shape import HOST_FACTOR, HOST_LINEAR_S, WORTH_IT, cast_again
 from octavo.bench.advice.source import Described
 from octavo.conversion.card import GIB, Card
 from octavo.conversion.gain import Method, smallest_tokens
@@ -45,6 +45,7 @@ def sentences_about(
     yield from _parameters(described, layers, best)
     yield from _odd(layers)
     yield from _memory(memory, best, card)
+    yield from cast_again(methods)
     if described.remark:
         yield described.remark
     if precision == "bf16":

@@ -76,7 +76,17 @@ def shape_advice(
         fewest, square = smallest_tokens(k, n, card, method, bias=bias), smallest_square(card, method, bias=bias)
         rows.append(MethodAdvice(method.name, seconds * 1e6, bf16 / seconds, fewest, square))
     found = ShapeAdvice(m, k, n, bias, card.name, chosen.remark, bf16 * 1e6, tuple(rows), ())
-    return ShapeAdvice(**(vars(found) | {"sentences": tuple(_sentences(found))}))
+    return ShapeAdvice(**(vars(found) | {"sentences": (*_sentences(found), *cast_again(methods))}))
+
+
+def cast_again(methods: Sequence[Method]) -> list[str]:
+    """What to know of the figures if weights are cast twice."""
+    if not any("weight" in method.twice for method in methods):
+        return []
+    return [
+        "With saved_weight='high_precision': no codes of weights are kept, and the second cast of each weight is in the"
+        " times."
+    ]
 
 
 def _sentences(found: ShapeAdvice) -> list[str]:

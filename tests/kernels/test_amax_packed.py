@@ -109,6 +109,7 @@ def test_what_is_not_in_words_takes_the_loop(monkeypatch: pytest.MonkeyPatch) ->
         assert launch.tensors[0] is x
     assert not packed_kernel.is_packed(long)
     assert not packed_kernel.is_packed(wide[:1, :2].expand(2**31, 2))
+    assert not packed_kernel.is_packed(torch.empty_strided((2, 2**31), (0, 1), dtype=torch.bfloat16, device="meta"))
 
 
 def test_equal_keys_are_one_variant_of_tritons_and_the_number_of_rows_makes_none(

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from octavo.formats import E4M3
 from octavo.kernels import known_writes
 from octavo.kernels.cast_transpose.launch import cast_transpose_kernel, prepare
+from octavo.scaling import BLOCK_1X128
 
 
 class Wrapped:
@@ -107,11 +108,13 @@ def test_the_answer_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(remembering.answers) == 2
 
 
-def test_a_traced_graph_asks_once_a_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", ["cast_transpose", "block_cast", "block_cast of words"])
+def test_a_traced_graph_asks_once_a_variant(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """Whatever torch hands over while it traces: four casts of one variant, each traced several times."""
     from tests.kernels.traced_launches import Compiled, take_kernels_everywhere
 
-    from octavo.kernels import cast_transpose
+    from octavo.kernels import ScaleRule, cast_transpose
+    from octavo.kernels.block_cast import block_cast
 
     take_kernels_everywhere(monkeypatch)
     (name,) = (name for name in known_writes._ASKED if hasattr(wrap, name))
@@ -123,9 +126,15 @@ def test_a_traced_graph_asks_once_a_variant(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(wrap, name, known_writes.remembering(ask))
 
-    def four(x: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
-        return [cast_transpose(x + number, E4M3, scale, None).codes.float() for number in range(4)]
+    def cast(x: torch.Tensor, scale: torch.Tensor) -> Any:
+        if kernel == "cast_transpose":
+            return cast_transpose(x, E4M3, scale, None)
+        return block_cast(x, E4M3, BLOCK_1X128, ScaleRule(), columnwise=False)
 
+    def four(x: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
+        return [cast(x + number, scale).codes.float() for number in range(4)]
+
+    x = torch.randn(48, 96, dtype=torch.bfloat16 if kernel == "block_cast of words" else torch.float32)
     torch._dynamo.reset()
-    torch.compile(four, backend=Compiled(), fullgraph=True)(torch.randn(48, 96), torch.tensor(0.5))
+    torch.compile(four, backend=Compiled(), fullgraph=True)(x, torch.tensor(0.5))
     assert len(calls) == 1

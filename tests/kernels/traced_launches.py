@@ -203,4 +203,5 @@ _RUN: dict[str, Callable[..., None]] = {
     "join_sums_kernel": _run_join_sums,
     "cast_transpose_kernel": _run_cast,
     "block_cast_kernel": _run_block_cast,
+    "packed_block_cast_kernel": _run_block_cast,
 }

@@ -141,9 +141,15 @@ INTERPRETED = tl.constexpr(not isinstance(larger, triton.runtime.JITFunction))
 
 def is_packed(x: Tensor) -> bool:
     """Whether the kernel takes x (rows contiguous): of 16-bit elements, in words that begin where words do."""
-    in_words = x.shape[1] % 2 == 0 and x.stride(0) % 2 == 0 and x.data_ptr() % 16 == 0
-    # What the kernel counts in 32 bits: rows, and offsets within a block.
-    return x.dtype in OFFSETS and in_words and max(x.shape[0], _BLOCK_ROWS * x.stride(0)) < 2**31
+    return has_rows_of_words(x) and x.shape[0] < 2**31 and x.data_ptr() % 16 == 0
+
+
+def has_rows_of_words(x: Tensor) -> bool:
+    """Whether each row of x (contiguous) is a row of words if the first one is."""
+    columns, stride_row = x.shape[1], x.stride(0)
+    # What the kernel counts in 32 bits, besides rows: columns, and offsets within a block.
+    counts = max(columns, _BLOCK_ROWS * stride_row) < 2**31
+    return x.dtype in OFFSETS and columns % 2 == 0 and stride_row % 2 == 0 and counts
 
 
 def packed_arguments(x: Tensor, row: bool, column: bool) -> tuple[int, tuple[int, ...], tuple[Any, ...]]:

@@ -49,7 +49,9 @@ def _nan_for_inf(words, numbers, INTERPRETED: tl.constexpr):
     return words | (negative & 0x7FFF7FFF)
 
 
-@triton.jit(do_not_specialize=("rows", "words", "stride_row"), do_not_specialize_on_alignment=("scale", "scale_t", "sums"))
+@triton.jit(
+    do_not_specialize=("rows", "words", "stride_row"), do_not_specialize_on_alignment=("scale", "scale_t", "sums")
+)
 def packed_block_cast_kernel(
     x,
     codes,

@@ -170,8 +170,12 @@ def prepare(
     columnwise: bool,
     inf_to_nan: bool,
     column_sum: bool,
+    packed: bool,
 ) -> _Call:
-    """The launch for an x whose rows are contiguous; its sums [blocks of rows * K] are partial."""
+    """The launch for an x whose rows are contiguous; its sums [blocks of rows * K] are partial.
+
+    packed: x is what `octavo.kernels.amax.packed_kernel.is_packed` asks for.
+    """
     rows, columns = x.shape
     tall, wide = whole_blocks(rows), whole_blocks(columns)
     codes = scale = codes_t = scale_t = sums = None
@@ -205,15 +209,13 @@ def prepare(
         SMALLEST_MULTIPLIER,
         LARGEST_MULTIPLIER,
     )
-    if not is_packed(x):
+    if not packed:
         return _Call(block_cast_kernel, outputs, programs, tensors, numbers, constants, WARPS[granularity])
     in_words = columns // 2, x.stride(0) // 2
     align = common_alignment(*in_words)
     numbers = rows, *(number // align for number in in_words)
     constants = (align, OFFSETS[x.dtype], *constants)
-    return _Call(
-        packed_block_cast_kernel, outputs, programs, tensors, numbers, constants, PACKED_WARPS[granularity]
-    )
+    return _Call(packed_block_cast_kernel, outputs, programs, tensors, numbers, constants, PACKED_WARPS[granularity])
 
 
 _launch_general = Launcher(block_cast_kernel)
@@ -243,7 +245,7 @@ def block_cast_triton(
             return codes, scale, codes_t, scale_t, x.sum(0, dtype=torch.float32) if column_sum else None
         x = x.contiguous()
     kernel, outputs, programs, tensors, numbers, constants, warps = prepare(
-        x, format, granularity, rule, rowwise, columnwise, inf_to_nan, column_sum
+        x, format, granularity, rule, rowwise, columnwise, inf_to_nan, column_sum, is_packed(x)
     )
     codes, scale, codes_t, scale_t, sums = outputs
     if kernel is packed_block_cast_kernel:

@@ -1,10 +1,7 @@
-"""block_cast: its reference against octavo.quantize and by hand; what Triton compiles of it; both alike on a GPU."""
+"""block_cast: its reference against octavo.quantize and by hand, and on a GPU both alike."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,115 +195,6 @@ def test_bad_input_is_named() -> None:
         lay_out(x.to(E4M3.dtype), torch.ones(1, 4), BLOCK_128X1)
     assert "CUDA" in unsupported_reasons(x, E4M3)[0]
     assert "NVIDIA's conversion" in unsupported_reasons(x, octavo.E8M0)[1]
-
-
-# What Triton makes of it, without a device.
-
-
-def triton_module() -> Any:
-    pytest.importorskip("triton")
-    from octavo.kernels.block_cast import triton_kernel
-
-    return triton_kernel
-
-
-def launches(monkeypatch: pytest.MonkeyPatch, x: Tensor, *arguments: Any) -> list[Any]:
-    from tests.kernels.variants import launches_of
-
-    module = triton_module()
-    with monkeypatch.context() as patched:
-        return launches_of(patched, module, "_launch_kernel", lambda: module.block_cast_triton(x, *arguments))
-
-
-FLAGS = [(True, True, False, False), (True, True, True, True), (True, False, False, False), (False, True, True, False)]
-
-
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
-@pytest.mark.parametrize("granularity", GRANULARITIES, ids=repr)
-@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
-def test_on_hopper_it_reads_once_moves_sixteen_bytes_at_a_time_and_spills_little(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: torch.dtype, granularity: Granularity, flags: Any
-) -> None:
-    module = triton_module()
-    from tests.kernels.variants import compiled, stack_and_local_bytes
-
-    x = torch.ones(256, 256, dtype=dtype)
-    (launch,) = launches(monkeypatch, x, E5M2 if flags[2] else E4M3, granularity, POWER_OF_TWO, *flags)
-    variant = compiled(module.block_cast_kernel, launch)
-    ptx = variant.asm["ptx"]
-    threads = 32 * launch.warps
-    # One read for all; another for the sums of a gradient, which keep the inf that its codes lose.
-    reads = 1 + (flags[2] and flags[3])
-    loads = len(re.findall(r"ld\.global[.\w:]*\.v4\.b32", ptx))
-    stores = len(re.findall(r"st\.global[.\w:]*\.v4\.b32", ptx))
-    assert loads == reads * 128 * 128 * dtype.itemsize // (16 * threads)
-    assert loads == len(re.findall(r"ld\.global", ptx))
-    assert stores == (flags[0] + flags[1]) * 128 * 128 // (16 * threads)
-    assert ("e5m2x2" if flags[2] else "e4m3x2") in ptx
-    assert ".ftz" not in ptx
-    # Both layouts of 1x128 by 4 warps, 128 values a thread, want more than its 255 registers: up to 16 words go to the
-    # stack. Measured on an H200 that is the fastest all the same: 2.96 TB/s, as by 8 warps (2.98), with sums 2.11, by 8
-    # warps 1.25; with values read once more for each layout nothing goes there, and it is 1.83 and 1.82.
-    stack, local = stack_and_local_bytes(variant, tmp_path)
-    assert stack <= (64 if granularity is BLOCK_1X128 and flags[0] and flags[1] else 0)
-    assert local == 0
-
-
-def test_two_tiles_fit_a_multiprocessor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """65536 registers, so that one tile's arithmetic covers another one's loads: 128 a thread of 8 warps, 255 of 4."""
-    import subprocess
-
-    module = triton_module()
-    import triton
-    from tests.kernels.variants import compiled
-
-    for granularity in GRANULARITIES:
-        x = torch.ones(256, 256, dtype=torch.bfloat16)
-        (launch,) = launches(monkeypatch, x, E4M3, granularity, POWER_OF_TWO, True, True, True, True)
-        cubin = tmp_path / "kernel.cubin"
-        cubin.write_bytes(compiled(module.block_cast_kernel, launch).asm["cubin"])
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        listing = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-        (registers,) = re.findall(r"REG:(\d+)", listing)
-        assert 2 * 32 * launch.warps * int(registers) <= 65536
-
-
-def views(shape: tuple[int, int], dtype: torch.dtype) -> Iterator[Tensor]:
-    rows, columns = shape
-    yield torch.ones(shape, dtype=dtype)
-    yield torch.ones(rows, columns + 16, dtype=dtype)[:, :columns]
-    yield torch.ones(rows, columns + 1, dtype=dtype)[:, 1:]
-    yield torch.ones(columns, rows, dtype=dtype).t()
-
-
-def test_launches_with_equal_keys_are_one_variant_of_tritons(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = triton_module()
-    from tests.kernels.variants import specialized
-
-    variants: dict[Any, Any] = {}
-    for shape in ((1, 1), (1, 16), (16, 1), (7, 13), (17, 32), (300, 130), (4096, 64)):
-        for dtype in DTYPES[:3]:
-            for x in views(shape, dtype):
-                for granularity in GRANULARITIES:
-                    for flags in FLAGS:
-                        for launch in launches(monkeypatch, x, E4M3, granularity, POWER_OF_TWO, *flags):
-                            variant = specialized(module.block_cast_kernel, launch)
-                            assert variants.setdefault(launch.key, variant) == variant
-    assert len(variants) > len(FLAGS)
-
-
-def test_the_number_of_tokens_makes_no_variant(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = triton_module()
-    from tests.kernels.variants import specialized
-
-    keys, kinds = set(), set()
-    for rows in (1, 2, 15, 16, 17, 128, 4096):
-        x = torch.ones(rows, 64, dtype=torch.bfloat16)
-        (launch,) = launches(monkeypatch, x, E4M3, BLOCK_1X128, POWER_OF_TWO)
-        keys.add(launch.key)
-        kinds.add(specialized(module.block_cast_kernel, launch)[module.block_cast_kernel.arg_names.index("rows")])
-    assert len(keys) == 1
-    assert kinds == {("i32", None)}
 
 
 @pytest.mark.gpu

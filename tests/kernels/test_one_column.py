@@ -126,7 +126,7 @@ def test_a_row_with_gaps_is_not_made_a_column(monkeypatch: pytest.MonkeyPatch) -
             (launch,) = launches_of(
                 patched,
                 block_kernels,
-                "_launch_kernel",
+                "_launch_general",
                 lambda blocks=granularity: block_kernels.block_cast_triton(x, E4M3, blocks, ScaleRule()),
             )
         assert launch.numbers == (1, 333, 333)

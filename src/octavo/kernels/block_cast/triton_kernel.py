@@ -249,7 +249,8 @@ def block_cast_triton(
     )
     codes, scale, codes_t, scale_t, sums = outputs
     if kernel is packed_block_cast_kernel:
-        key: tuple[Any, ...] = (x.dtype, tuple(number >> 31 for number in numbers), format.name, constants)
+        # None of the numbers has more than 31 bits.
+        key: tuple[Any, ...] = (x.dtype, format.name, constants)
         _launch_packed(programs, key, tensors, numbers, constants, warps)
     else:
         aligned = x.data_ptr() % 16 == 0

@@ -65,10 +65,10 @@ def parts(x: Tensor, weight: Tensor, dy: Tensor) -> dict[str, Callable[[], float
 
 
 def time_casts(warps: int) -> Result:
-    """TB/s of one cast of 16384 x 8192 with so many warps a program, and copy's beside it."""
+    """TB/s of one cast of 16384 x 8192, in words, with so many warps a program, and copy's beside it."""
     x = torch.randn(16384, 8192, device="cuda").bfloat16()
-    target, before = torch.empty_like(x), triton_kernel.WARPS
-    triton_kernel.WARPS = dict.fromkeys(before, warps)
+    target, before = torch.empty_like(x), triton_kernel.PACKED_WARPS
+    triton_kernel.PACKED_WARPS = dict.fromkeys(before, warps)
     try:
         measures = {
             "copy": graph_seconds(lambda: target.copy_(x)),
@@ -80,7 +80,7 @@ def time_casts(warps: int) -> Result:
             "128x128": graph_seconds(lambda: block_cast(x, E4M3, BLOCK_128X128, POWER_OF_TWO)),
         }
     finally:
-        triton_kernel.WARPS = before
+        triton_kernel.PACKED_WARPS = before
     samples: dict[str, list[float]] = {name: [] for name in measures}
     for _ in range(8):
         for name, measure in measures.items():

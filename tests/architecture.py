@@ -203,7 +203,7 @@ def small_files(source: Source) -> Iterator[str]:
 
 
 def short_functions(source: Source) -> Iterator[str]:
-    limit = KERNEL_LINES if PurePosixPath(source.path).name == "triton_kernel.py" else FUNCTION_LINES
+    limit = KERNEL_LINES if PurePosixPath(source.path).name.endswith("_kernel.py") else FUNCTION_LINES
     for node in source.nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1

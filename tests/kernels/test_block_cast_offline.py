@@ -32,6 +32,7 @@ from octavo.formats import E4M3, E5M2
 from octavo.kernels import ScaleRule
 from octavo.kernels.amax import triton_kernel as amax_kernels
 from octavo.kernels.block_cast import triton_kernel as kernels
+from octavo.kernels.block_cast.packed_kernel import OPTIONS
 from octavo.scaling import BLOCK_1X128, BLOCK_128X128, Granularity
 
 GRANULARITIES = [BLOCK_1X128, BLOCK_128X128]
@@ -91,6 +92,22 @@ def test_it_moves_sixteen_bytes_at_a_time_and_spills_little(
     # go to the stack. Words take half, and all of them fit.
     stack, local = stack_and_local_bytes(variant, tmp_path)
     assert stack <= (64 if granularity is BLOCK_1X128 and flags[0] and flags[1] and not packed else 0)
+    assert local == 0
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=repr)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_three_eager_programs_of_words_fit_on_a_multiprocessor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: torch.dtype, granularity: Granularity, flags: Any
+) -> None:
+    launch = one_launch(monkeypatch, PACKED, torch.ones(256, 256, dtype=dtype), E4M3, granularity, POWER_OF_TWO, *flags)
+    variant = compiled(PACKED, launch, **OPTIONS)
+    (registers,) = re.findall(r"REG:(\d+)", tool("cuobjdump", "-res-usage", variant, tmp_path))
+    assert 3 * 32 * launch.warps * int(registers) <= 65536
+    # The sums of a gradient, which inf enters, want a few registers more.
+    stack, local = stack_and_local_bytes(variant, tmp_path)
+    assert stack <= (32 if flags[2] else 0)
     assert local == 0
 
 

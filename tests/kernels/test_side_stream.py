@@ -23,7 +23,7 @@ def test_there_is_nothing_beside_on_a_cpu() -> None:
 
 
 class _CallsItselfCuda(Tensor):
-    is_cuda = True  # type: ignore[assignment]
+    is_cuda = True
 
 
 def test_a_tensor_that_only_says_it_is_on_a_device_gets_no_stream() -> None:

@@ -59,17 +59,17 @@ def specialized(kernel: Any, launch: Launch, capability: int = HOPPER) -> list[t
     return list(specialization)
 
 
-def compiled(kernel: Any, launch: Launch, capability: int = HOPPER) -> Any:
-    """The variant that Triton would compile for a launch."""
-    return _compiled(ASTSource, kernel, launch, capability)
+def compiled(kernel: Any, launch: Launch, capability: int = HOPPER, **options: Any) -> Any:
+    """The variant that Triton would compile for a launch, with options of its launcher's."""
+    return _compiled(ASTSource, kernel, launch, capability, options)
 
 
 def compiled_gluon(kernel: Any, launch: Launch) -> Any:
     """The same of a kernel in Gluon, for Hopper."""
-    return _compiled(GluonASTSource, kernel, launch, HOPPER)
+    return _compiled(GluonASTSource, kernel, launch, HOPPER, {})
 
 
-def _compiled(kind_of_source: Any, kernel: Any, launch: Launch, capability: int) -> Any:
+def _compiled(kind_of_source: Any, kernel: Any, launch: Launch, capability: int, options: dict[str, Any]) -> Any:
     names, kinds = kernel.arg_names, specialized(kernel, launch, capability)
     source = kind_of_source(
         fn=kernel,
@@ -78,7 +78,7 @@ def _compiled(kind_of_source: Any, kernel: Any, launch: Launch, capability: int)
         attrs={(place,): [["tt.divisibility", 16]] for place, (_, about) in enumerate(kinds) if about == "D"},
     )
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": launch.warps})
+    return triton.compile(source, target=target, options={"num_warps": launch.warps, **options})
 
 
 def stack_and_local_bytes(variant: Any, folder: Path) -> list[int]:

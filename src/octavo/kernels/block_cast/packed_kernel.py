@@ -15,6 +15,9 @@ from octavo.kernels.amax.packed_kernel import float32_of, larger, largest_along,
 from octavo.kernels.block_cast.tile_scales import multiplier_of, store_square_scale
 from octavo.kernels.codes import pairs_of_codes
 
+# Of an eager launch: three programs of four warps on a multiprocessor in place of two. (On an H200 5 to 8 % faster.)
+OPTIONS = {"maxnreg": 168}
+
 
 @triton.jit
 def _low(words, OFFSET: tl.constexpr):

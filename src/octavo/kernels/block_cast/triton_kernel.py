@@ -23,11 +23,11 @@ from torch import Tensor
 from octavo.formats import Format
 from octavo.kernels.amax.packed_kernel import OFFSETS, is_packed
 from octavo.kernels.block_cast.layout import scale_shape, whole_blocks
-from octavo.kernels.block_cast.packed_kernel import packed_block_cast_kernel
+from octavo.kernels.block_cast.packed_kernel import OPTIONS, packed_block_cast_kernel
 from octavo.kernels.block_cast.tile_scales import multiplier_of, store_square_scale
 from octavo.kernels.cast_transpose.rule import ScaleRule
 from octavo.kernels.codes import CODE_DTYPES, pairs_of_codes
-from octavo.kernels.launcher import Launcher, common_alignment, specialization
+from octavo.kernels.launcher import Launcher, WithOptions, common_alignment, specialization
 from octavo.kernels.layout import padded
 from octavo.kernels.sum_kernel import joined_sums
 from octavo.scaling import BLOCK_1X128, BLOCK_128X128, Granularity
@@ -219,7 +219,7 @@ def prepare(
 
 
 _launch_general = Launcher(block_cast_kernel)
-_launch_packed = Launcher(packed_block_cast_kernel)
+_launch_packed = Launcher(WithOptions(packed_block_cast_kernel, **OPTIONS))
 
 
 def block_cast_triton(

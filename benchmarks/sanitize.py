@@ -7,8 +7,8 @@ Prints OK at the end; exit status 1 if a kernel was not launched, 2 without a CU
 asked by `check_kernels.py`. torch's caching of memory is off: inside of one large block an access beyond a tensor's end
 would be no error.
 
-Most of the time goes into compiling, 0.4 s a variant: 22 of casts, 12 of blocks, 20 of norms, 17 of rows, 22 of
-activations and as many of gates, 16 of grouped, 19 of losses, 9 of attention, 3 of updates, and those of four recipes'
+Most of the time goes into compiling, 0.4 s a variant: 22 of casts, 20 of blocks, 20 of norms, 17 of rows, 22 of
+activations and as many of gates, 16 of grouped, 19 of losses, 9 of attention, 1 of products, 3 of updates, and those of four recipes'
 layers. `--only casts` and so on, each in a process of its own, share it.
 """
 
@@ -55,6 +55,7 @@ from octavo.kernels.norm_cast import norm_cast, norm_output
 from octavo.kernels.norm_cast.norm import Norm
 from octavo.kernels.norm_cast.reference import statistics
 from octavo.kernels.row_cast import gated_row_cast, norm_row_cast, row_cast
+from octavo.kernels.scaled_mm.block_product import block_product
 from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from octavo.scaling import BLOCK_1X128, BLOCK_128X128
 
@@ -95,6 +96,16 @@ def blocks(x: Tensor, every: bool) -> None:
             block_cast(x, E4M3, granularity, RULE, row, column, column_sum=granularity is BLOCK_1X128)
     if every:
         block_cast(x, E5M2, BLOCK_1X128, RULE, inf_to_nan=True)
+
+
+def products() -> None:
+    """Of two operands in blocks of 1x128: less than a tile, and several with ragged edges."""
+    for m, k, n in ((16, 128, 16), (400, 1152, 272)):
+        a, b = (
+            block_cast(torch.randn(k, features, device="cuda", dtype=BF16), E4M3, BLOCK_1X128, RULE, False, True)
+            for features in (m, n)
+        )
+        block_product(a.codes_t, b.codes_t, a.scale_t, b.scale_t, BF16)
 
 
 LAYOUTS = ((True, True), (True, False), (False, True))
@@ -260,7 +271,12 @@ PARTS: dict[str, Callable[[Tensor, bool], None]] = {
 
 
 # Parts that make their own operands.
-ALONE: dict[str, Callable[[], None]] = {"attention": attention, "updates": updates, "layers": layers}
+ALONE: dict[str, Callable[[], None]] = {
+    "attention": attention,
+    "products": products,
+    "updates": updates,
+    "layers": layers,
+}
 
 
 def main() -> int:

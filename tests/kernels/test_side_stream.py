@@ -1,8 +1,9 @@
-"""Work beside other work: when it is done so, and that bits are those of one thing after the other."""
+"""Work beside other work: when it is done so, what waits for what, and that bits are those of one after the other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +31,69 @@ def test_a_tensor_that_only_says_it_is_on_a_device_gets_no_stream() -> None:
     assert side_of(torch.ones(2).as_subclass(_CallsItselfCuda), ENOUGH) is None
 
 
+class _Stream:
+    """Notes who waits for whom, in place of a stream."""
+
+    device = None
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        self.name, self.events = name, events
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.events.append(f"{self.name} waits for {other.name}")
+
+    def __enter__(self) -> None:
+        self.events.append(f"on {self.name}")
+
+    def __exit__(self, *_: object) -> None:
+        self.events.append(f"off {self.name}")
+
+
+@pytest.fixture
+def side(monkeypatch: pytest.MonkeyPatch) -> tuple[side_stream.Side, list[str]]:
+    events: list[str] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: _Stream("side", events))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    main: Any = _Stream("main", events)
+    return side_stream.Side(main), events
+
+
+FORK, JOIN = "side waits for main", "main waits for side"
+
+
+def test_both_begin_behind_what_was_there_and_what_follows_is_behind_both(
+    side: tuple[side_stream.Side, list[str]],
+) -> None:
+    one, events = side
+
+    def work(name: str) -> bool:
+        events.append(name)
+        return side_stream.is_beside()
+
+    assert one.both(lambda: work("beside"), lambda: work("here")) == (True, False)
+    assert events == [FORK, "on side", "beside", "off side", "here", JOIN]
+
+
+@pytest.mark.parametrize("fails", ["beside", "here"])
+def test_what_fails_is_joined_too(side: tuple[side_stream.Side, list[str]], fails: str) -> None:
+    one, events = side
+
+    def work(name: str) -> None:
+        if name == fails:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        one.both(lambda: work("beside"), lambda: work("here"))
+    assert events == [FORK, "on side", "off side", JOIN]
+    assert not side_stream.is_beside()
+
+
 def _trained(layer: torch.nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
+    """Output and gradients, without their graph: a parameter's end of it would keep the stream it was made on."""
     xx = x.detach().requires_grad_()
     y = layer(xx)
-    return (y, *torch.autograd.grad(y, [xx, *layer.parameters()], dy))
+    grads = torch.autograd.grad(y, [xx, *layer.parameters()], dy)
+    return (y.detach(), *grads)
 
 
 def _captured(call: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
@@ -52,95 +112,56 @@ def _captured(call: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGr
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry each time that work was put beside."""
     entered: list[int] = []
-    enter = side_stream.Side.__enter__
+    both = side_stream.Side.both
 
-    def counting(self: side_stream.Side) -> None:
+    def counting(self: side_stream.Side, *calls: Any) -> Any:
         entered.append(1)
-        enter(self)
+        return both(self, *calls)
 
-    monkeypatch.setattr(side_stream.Side, "__enter__", counting)
+    monkeypatch.setattr(side_stream.Side, "both", counting)
     return entered
+
+
+def _agree(layer: torch.nn.Module, x: Tensor, dy: Tensor, replays: int = 50) -> bool:
+    """Whether the last of many replays has the bits of eager code."""
+    for _ in range(3):  # until delayed scales are known
+        _trained(layer, x, dy)
+        octavo.update_scales(layer)
+    expected = [out.clone() for out in _trained(layer, x, dy)]
+    graph, outs = _captured(lambda: _trained(layer, x, dy))
+    for _ in range(replays):
+        graph.replay()
+    return all(torch.equal(out, right) for out, right in zip(outs, expected, strict=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 @pytest.mark.parametrize(("m", "k", "n"), [(8192, 768, 3072), (8200, 1280, 1280)])
-def test_a_captured_layer_has_the_bits_of_an_eager_one_in_every_replay(
+def test_a_captured_layer_has_the_bits_of_an_eager_one(
     recipe: Recipe, m: int, k: int, n: int, counted: list[int]
 ) -> None:
     layer = octavo.Linear(k, n, recipe=recipe, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
-    for _ in range(3):  # until delayed scales are known
-        _trained(layer, x, dy)
-        octavo.update_scales(layer)
-    expected = [out.clone() for out in _trained(layer, x, dy)]
-    assert not counted
-    graph, outs = _captured(lambda: _trained(layer, x, dy))
-    # Forward and backward.
+    assert _agree(layer, x, dy)
+    # Forward and backward of the capture, and nothing of eager code.
     assert len(counted) == 2
-    for _ in range(50):
-        graph.replay()
-    assert all(torch.equal(out, right) for out, right in zip(outs, expected, strict=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
-def test_layers_one_behind_the_other_reuse_memory_without_meeting(
-    recipe: Recipe, counted: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Eager code with streams, memory let go of and taken again all the time, against eager code without."""
-    torch.manual_seed(0)
+def test_layers_one_behind_the_other_reuse_memory_without_meeting(recipe: Recipe, counted: list[int]) -> None:
     layers = torch.nn.Sequential(
-        *(octavo.Linear(1024, 1024, recipe=recipe, device="cuda", dtype=torch.bfloat16) for _ in range(6))
+        *(octavo.Linear(1024, 1024, recipe=recipe, device="cuda", dtype=torch.bfloat16) for _ in range(8))
     )
     x = torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16)
-    dy = torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16)
-    for _ in range(3):
-        _trained(layers, x, dy)
-        octavo.update_scales(layers)
-    expected = [out.clone() for out in _trained(layers, x, dy)]
-    assert not counted
-    monkeypatch.setattr(side_stream, "_LONG", 0)
-    monkeypatch.setattr(side_stream, "_CAPTURED", 0)
-    for _ in range(20):
-        found = _trained(layers, x, dy)
-        assert all(torch.equal(out, right) for out, right in zip(found, expected, strict=True))
-    assert len(counted) == 20 * 6 * 2
+    assert _agree(layers, x, torch.randn_like(x))
+    assert len(counted) == 8 * 2
 
 
 @pytest.mark.gpu
 def test_a_fused_layer_runs_its_products_beside_one_another_too(counted: list[int]) -> None:
-    layer = octavo.LayerNormLinear(1280, 3840, device="cuda", dtype=torch.bfloat16)
+    layer = octavo.LayerNormLinear(1280, 3840, device="cuda", dtype=torch.bfloat16, recipe=CurrentScaling())
     x = torch.randn(8192, 1280, device="cuda", dtype=torch.bfloat16)
-    dy = torch.randn(8192, 3840, device="cuda", dtype=torch.bfloat16)
-
-    def call() -> tuple[Tensor, ...]:
-        with octavo.autocast(recipe=CurrentScaling()):
-            return _trained(layer, x, dy)
-
-    expected = [out.clone() for out in call()]
-    graph, outs = _captured(call)
+    assert _agree(layer, x, torch.randn(8192, 3840, device="cuda", dtype=torch.bfloat16))
     assert counted
-    graph.replay()
-    assert all(torch.equal(out, right) for out, right in zip(outs, expected, strict=True))
-
-
-@pytest.mark.gpu
-def test_what_fails_beside_leaves_the_stream_as_it_was() -> None:
-    x = torch.ones(2, device="cuda")
-    side, before = side_of(x, ENOUGH), torch.cuda.current_stream()
-    assert side is not None
-    with side:
-        assert side_stream.is_beside()
-        assert torch.cuda.current_stream() != before
-        assert side_of(x, ENOUGH) is None  # nothing beside what is beside
-
-    def fails() -> None:
-        with side:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fails()
-    assert torch.cuda.current_stream() == before
-    assert not side_stream.is_beside()

@@ -106,17 +106,7 @@ class _Linear(torch.autograd.Function):
         needs_dx, needs_dw, *_ = ctx.needs_input_grad
         # 1. Codes, each in the layouts that somebody will use.
         keeps_codes = needs_dw and plan.wgrad_fp8 and not plan.keeps_input
-        side, operand = None, cached_weight
-        if operand is None:
-            side = None if torch.compiler.is_compiling() else side_of(x, 2 * x.numel() * weight.shape[0])
-            if side is None:
-                operand = quantize_for_products(weight, plan, needs_dx)
-            else:
-                with side:
-                    operand = quantize_for_products(weight, plan, needs_dx)
-        rows = quantize_input(x, plan, out_dtype, keeps_codes)
-        if side is not None:
-            side.join()
+        rows, operand = _operands(x, weight, plan, out_dtype, keeps_codes, needs_dx, cached_weight)
         # 2. The product.  [M, K] @ [K, N] -> [M, N]
         y = _fprop(rows, operand, bias, x, weight.shape[0], plan, out_dtype)
         # 3. What the backward needs.
@@ -148,20 +138,19 @@ class _Linear(torch.autograd.Function):
             # The same read gives the gradient of the bias.
             codes = plan.grad_output(rows, dgrad_fp8, wgrad_fp8, needs_db)
         # 2. dgrad and wgrad, at the same time where that gains.
-        side = None
+        kept, side = Kept(x_codes_t, x_scale_t, x_high), None
         if dgrad_fp8 and wgrad_fp8 and not traced:
             side = side_of(rows, 2 * num_rows * num_out * num_in)
         dx = dw = db = None
         if side is not None:
-            with side:
-                dw = _wgrad(rows, codes, Kept(x_codes_t, x_scale_t, x_high), num_in, plan, weight_dtype, traced)
-            dx = _dgrad(rows, codes, w, num_in, plan, out_dtype, traced)
-            side.join()
+            dw, dx = side.both(
+                lambda: _wgrad(rows, codes, kept, num_in, plan, weight_dtype, traced),
+                lambda: _dgrad(rows, codes, w, num_in, plan, out_dtype, traced),
+            )
         else:
             if needs_dx:
                 dx = _dgrad(rows, codes if dgrad_fp8 else None, w, num_in, plan, out_dtype, traced)
             if needs_dw:
-                kept = Kept(x_codes_t, x_scale_t, x_high)
                 dw = _wgrad(rows, codes if wgrad_fp8 else None, kept, num_in, plan, weight_dtype, traced)
         if dx is not None:
             dx = dx if len(x_shape) == 2 else dx.reshape(x_shape)
@@ -175,6 +164,29 @@ class _Linear(torch.autograd.Function):
 
 # `_Linear.apply` without what it does in Python first.
 _apply = super(torch.autograd.Function, _Linear).apply
+
+
+def _operands(
+    x: Tensor,
+    weight: Tensor,
+    plan: LinearPlan,
+    out_dtype: torch.dtype,
+    keeps_codes: bool,
+    needs_dx: bool,
+    cached_weight: Operand | None,
+) -> tuple[Operand, Operand]:
+    """Codes of x and of w in the layouts that somebody will use."""
+    if cached_weight is not None:
+        return quantize_input(x, plan, out_dtype, keeps_codes), cached_weight
+    side = None if torch.compiler.is_compiling() else side_of(x, 2 * x.numel() * weight.shape[0])
+    if side is None:
+        rows = quantize_input(x, plan, out_dtype, keeps_codes)
+        return rows, quantize_for_products(weight, plan, needs_dx)
+    operand, rows = side.both(
+        lambda: quantize_for_products(weight, plan, needs_dx),
+        lambda: quantize_input(x, plan, out_dtype, keeps_codes),
+    )
+    return rows, operand
 
 
 def _dgrad(

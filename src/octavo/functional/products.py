@@ -142,10 +142,7 @@ def gradients(
         side = side_of(dy.codes.row_wise[0], 2 * extents.tokens * extents.num_out * extents.num_in)
     if side is None:
         return _dgrad(dy, w, needs, extents, plan), _wgrad(dy, x, needs, extents, plan), _dbias(dy, needs)
-    with side:
-        dw = _wgrad(dy, x, needs, extents, plan)
-    dx = _dgrad(dy, w, needs, extents, plan)
-    side.join()
+    dw, dx = side.both(lambda: _wgrad(dy, x, needs, extents, plan), lambda: _dgrad(dy, w, needs, extents, plan))
     return dx, dw, _dbias(dy, needs)
 
 

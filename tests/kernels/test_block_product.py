@@ -90,13 +90,24 @@ def test_short_sums_other_blocks_and_another_triton_leave_the_product_to_the_lib
     on_an_h200: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = (torch.zeros(rows, 2048, dtype=torch.uint8).view(E4M3.dtype) for rows in (3072, 768))
-    by_row, square = torch.ones(16, 768), torch.ones(6, 16)
-    assert blockwise._takes_own_product(a, b, by_row)
-    assert not blockwise._takes_own_product(a[:, :1920], b[:, :1920], torch.ones(15, 768))
-    assert not blockwise._takes_own_product(a, b, square)
-    assert not blockwise._takes_own_product(a[:1280], b, by_row)
+    of_a, of_b, square = torch.ones(16, 3072), torch.ones(16, 768), torch.ones(6, 16)
+    takes = blockwise._takes_own_product
+    assert takes(a, b, of_a, of_b)
+    assert not takes(a[:, :1920].contiguous(), b[:, :1920].contiguous(), of_a[:15], of_b[:15])
+    assert not takes(a, b, of_a, square)
+    assert not takes(a[:1280], b, of_a[:, :1280].contiguous(), of_b)
     monkeypatch.setattr(blockwise, "_has_gluon", lambda: False)
-    assert not blockwise._takes_own_product(a, b, by_row)
+    assert not takes(a, b, of_a, of_b)
+
+
+def test_memory_that_tma_does_not_read_is_left_to_the_library(on_an_h200: None) -> None:
+    a, b = (torch.zeros(rows, 2048, dtype=torch.uint8).view(E4M3.dtype) for rows in (3072, 768))
+    of_a, of_b = torch.ones(16, 3072), torch.ones(16, 768)
+    shifted = torch.ones(16 * 768 + 1)[1:].view(16, 768)
+    assert own.takes(a, b, of_a, of_b)
+    for scale in (of_b.t().contiguous().t(), shifted):
+        assert not own.takes(a, b, of_a, scale)
+        assert not blockwise._takes_own_product(a, b, of_a, scale)
 
 
 def test_gluon_is_known_in_one_version_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """block_cast of bf16 and fp16 on a GPU, two elements of a row at a time; `triton_kernel` has the general form.
 
 A word holds two neighbours of a row. Amaxes are of words, without a conversion (`octavo.kernels.amax.packed_kernel`),
-and words are what stays in registers until both layouts are written: half of what float32 values would take, so that
-more tiles are under way on a multiprocessor. Each layout takes the values out of them anew.
+and words are what stays in registers until both layouts are written: half of what float32 values would take. Each
+layout takes the values out of them anew.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -33,10 +33,11 @@ from octavo.kernels.sum_kernel import joined_sums
 from octavo.scaling import BLOCK_1X128, BLOCK_128X128, Granularity
 from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
 
-# Measured on an H200, TB/s of a cast of 16384 x 8192 into both layouts with 4, 8 and 16 warps: 1x128 2.96, 2.98, 1.55;
-# with the sums of a gradient 2.11, 1.25, 0.97; 128x128 2.88, 3.36, 2.43. (Values read once more for each layout, from
-# the L1 cache, in place of held ones: 1.83, 2.27, 1.80; 1.82, 1.55, 0.89; 2.00, 2.59, 2.12.)
+# Measured on an H200, TB/s of a cast of 16384 x 8192 of bf16 into both layouts with 4, 8 and 16 warps: 1x128 2.96,
+# 2.98, 1.55; with the sums of a gradient 2.11, 1.25, 0.97; 128x128 2.88, 3.36, 2.43. (Values read once more for each
+# layout, from the L1 cache, in place of held ones: 1.83, 2.27, 1.80; 1.82, 1.55, 0.89; 2.00, 2.59, 2.12.)
 WARPS = {BLOCK_1X128: 4, BLOCK_128X128: 8}
+# The same in words, 4 and 8 warps: 1x128 3.60 (3.75 with `OPTIONS`), 3.17; 128x128 3.83, 3.81.
 PACKED_WARPS = {BLOCK_1X128: 4, BLOCK_128X128: 4}
 
 

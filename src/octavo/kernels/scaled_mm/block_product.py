@@ -62,6 +62,14 @@ def is_faster(rows: int, columns: int, multiprocessors: int, beside: bool = Fals
     return _TIME * -(-ours // multiprocessors) < _MARGIN * -(-theirs // multiprocessors)
 
 
+def takes(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
+    """Whether TMA reads these codes and scales: contiguous, from a multiple of 16 bytes on, counted in 32 bits."""
+    read = (a, b, scale_a, scale_b)
+    # A scale is read as one row of numbers.
+    counted = max(scale_a.numel(), scale_b.numel()) < 2**31
+    return counted and all(one.is_contiguous() and one.data_ptr() % 16 == 0 for one in read)
+
+
 @gluon.jit
 def _tile(program, tiles_m, tiles_n, TALL: gl.constexpr):
     """(row, column) of a tile."""

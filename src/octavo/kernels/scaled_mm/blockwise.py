@@ -141,7 +141,7 @@ def block_scaled_mm_native(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """As `block_scaled_mm`, for operands without `unsupported_reasons`."""
-    if bias is None and _takes_own_product(a, b, scale_b):
+    if bias is None and _takes_own_product(a, b, scale_a, scale_b):
         from octavo.kernels.scaled_mm.block_product import block_product
 
         return block_product(a, b, scale_a, scale_b, out_dtype)
@@ -157,13 +157,14 @@ def block_scaled_mm_native(
     return out if dtype == out_dtype and (bias is None or inside is not None) else with_bias(out, bias, out_dtype)
 
 
-def _takes_own_product(a: Tensor, b: Tensor, scale_b: Tensor) -> bool:
-    """Whether `block_product` is to be preferred; it gives the bits of cuBLASLt's."""
+def _takes_own_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
+    """Whether `block_product` takes these operands and is to be preferred; it gives the bits of cuBLASLt's."""
     if a.shape[1] < _LONG * BLOCK or not is_by_row(scale_b, b) or not _has_gluon():
         return False
-    from octavo.kernels.scaled_mm.block_product import is_faster
+    from octavo.kernels.scaled_mm.block_product import is_faster, takes
 
-    return is_faster(a.shape[0], b.shape[0], multiprocessors(a), is_beside())
+    beside = is_beside()
+    return is_faster(a.shape[0], b.shape[0], multiprocessors(a), beside) and takes(a, b, scale_a, scale_b)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ Runs are compared only with those of the same machine, steps, batch and held-out
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -16,9 +16,10 @@ BASELINE = "bf16"  # the name under which runs without FP8 are recorded
 BOUND = 0.01  # of the ratio of mean perplexities
 _SAME = ("hardware", "steps", "batch", "learning_rate", "validation_tokens")
 _OF_THE_RUN = ("torch", "cuda", "triton", "commit", "time")
+_NONE = "—"
 _LABELS = {
     "bf16": "BF16",
-    "bf16_perturbed": "BF16, its first weights perturbed by 2.6 %",
+    "bf16_perturbed": "BF16, its first weights perturbed by 2.6 %, an error like E4M3's",
     "delayed": "`DelayedScaling(amax_history_len=16)`",
     "current": "`CurrentScaling()`",
     "rowwise": "`RowwiseScaling()`",
@@ -92,43 +93,57 @@ def summary(own: dict[int, float], reference: dict[int, float]) -> Result:
 
 
 def table(rows: list[Result]) -> str:
-    """Markdown, one table a machine and extent."""
-    return "\n\n".join(_table(group) for group in groups([row for row in rows if "perplexity" in row]))
+    """Markdown, one table a machine and extent.
+
+    Speeds are those of runs that had the machine alone, if there are such: short ones have no table of their own.
+    """
+    done = [row for row in rows if "perplexity" in row]
+    alone = {(row["hardware"], row["recipe"]): row for row in done if row["measured_alone"]}
+    long = [group for group in groups(done) if not all(row["measured_alone"] for own in group.values() for row in own)]
+    return "\n\n".join(_table(group, alone) for group in long or groups(done))
 
 
-def _table(group: dict[str, list[Result]]) -> str:
+def _table(group: dict[str, list[Result]], alone: dict[tuple[str, str], Result]) -> str:
     reference = _by_seed(group.get(BASELINE, []))
     first = next(iter(group.values()))[0]
     seeds = {row["seed"] for own in group.values() for row in own}
-    lines = [
-        f"{first['hardware']}, {first['steps']} steps of {first['batch']} sequences:",
-        "",
-        f"| recipe | perplexity, mean of {len(seeds)} seeds | against BF16 | tokens/s | memory | native or emulated |",
-        "|---|---|---|---|---|---|",
-    ]
-    for recipe in sorted(group, key=list(_LABELS).index):
-        lines.append(_line(recipe, group[recipe], reference))
-    return "\n".join(lines)
+    measured = {recipe: alone.get((first["hardware"], recipe)) for recipe in group}
+    speeds = {recipe: [row] if row else group[recipe] for recipe, row in measured.items()}
+    columns = {
+        "recipe": lambda recipe: _LABELS[recipe],
+        f"perplexity, mean of {len(seeds)} seeds": lambda recipe: f"{fmean(_perplexities(group[recipe])):.2f}",
+        "against BF16": lambda recipe: _against(group[recipe], recipe, reference),
+        "tokens/s, alone" if all(measured.values()) else "tokens/s, other work beside it": (
+            lambda recipe: _cell("tokens_per_s", speeds[recipe], median)
+        ),
+        "memory, MiB": lambda recipe: _cell("peak_memory_bytes", group[recipe], lambda bytes: max(bytes) / 2**20),
+        "native or emulated": lambda recipe: " / ".join(sorted({row["execution"] for row in group[recipe]})),
+    }
+    recipes = sorted(group, key=list(_LABELS).index)
+    cells = {title: [cell(recipe) for recipe in recipes] for title, cell in columns.items()}
+    kept = [title for title, own in cells.items() if any(cell != _NONE for cell in own)]
+    lines = [f"{first['hardware']}, {first['steps']} steps of {first['batch']} sequences:", ""]
+    lines += [_line(kept), "|" + "---|" * len(kept)]
+    return "\n".join([*lines, *(_line(row) for row in zip(*(cells[title] for title in kept), strict=True))])
 
 
-def _line(recipe: str, own: list[Result], reference: dict[int, float]) -> str:
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _perplexities(own: list[Result]) -> list[float]:
+    return [row["perplexity"] for row in own]
+
+
+def _against(own: list[Result], recipe: str, reference: dict[int, float]) -> str:
     found = summary(_by_seed(own), reference)
-    mean = fmean(row["perplexity"] for row in own)
-    against = f"{100 * (found['ratio'] - 1):+.2f} %" if found and recipe != BASELINE else "—"
-    speeds = [row["tokens_per_s"] for row in own if row["tokens_per_s"] is not None]
-    memory = [row["peak_memory_bytes"] for row in own if row["peak_memory_bytes"] is not None]
-    speed = f"{median(speeds):,.0f}" if speeds else "—"
-    if speeds and not all(row["measured_alone"] for row in own):
-        speed = f"about {speed}"
-    cells = [
-        _LABELS[recipe],
-        f"{mean:.2f}",
-        against,
-        speed,
-        f"{max(memory) / 2**20:,.0f} MiB" if memory else "—",
-        " / ".join(sorted({row["execution"] for row in own})),
-    ]
-    return "| " + " | ".join(cells) + " |"
+    return f"{100 * (found['ratio'] - 1):+.2f} %" if found and recipe != BASELINE else _NONE
+
+
+def _cell(figure: str, own: list[Result], joined: Callable[[list[float]], float]) -> str:
+    """A figure of some runs, if they have it."""
+    values = [row[figure] for row in own if row[figure] is not None]
+    return f"{joined(values):,.0f}" if values else _NONE
 
 
 def _group(row: Result) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -84,6 +85,7 @@ def test_it_is_taken_where_tiles_of_128_x_128_leave_much_of_the_card_idle(
 @pytest.fixture
 def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blockwise, "multiprocessors", lambda x: H200)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def test_short_sums_other_blocks_and_another_triton_leave_the_product_to_the_library(
@@ -91,7 +93,7 @@ def test_short_sums_other_blocks_and_another_triton_leave_the_product_to_the_lib
 ) -> None:
     a, b = (torch.zeros(rows, 2048, dtype=torch.uint8).view(E4M3.dtype) for rows in (3072, 768))
     of_a, of_b, square = torch.ones(16, 3072), torch.ones(16, 768), torch.ones(6, 16)
-    takes = blockwise._takes_own_product
+    takes = functools.partial(blockwise._takes_own_product, out_dtype=torch.bfloat16)
     assert takes(a, b, of_a, of_b)
     assert not takes(a[:, :1920].contiguous(), b[:, :1920].contiguous(), of_a[:15], of_b[:15])
     assert not takes(a, b, of_a, square)
@@ -107,7 +109,35 @@ def test_memory_that_tma_does_not_read_is_left_to_the_library(on_an_h200: None) 
     assert own.takes(a, b, of_a, of_b)
     for scale in (of_b.t().contiguous().t(), shifted):
         assert not own.takes(a, b, of_a, scale)
-        assert not blockwise._takes_own_product(a, b, of_a, scale)
+        assert not blockwise._takes_own_product(a, b, of_a, scale, torch.bfloat16)
+
+
+def test_a_graph_takes_what_was_loaded_before_and_eager_code_loads_what_a_graph_may_prefer(
+    on_an_h200: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = (torch.zeros(rows, 2048, dtype=torch.uint8).view(E4M3.dtype) for rows in (5120, 1280))
+    of_a, of_b = torch.ones(16, 5120), torch.ones(16, 1280)
+    assert not own.is_faster(5120, 1280, H200)
+    assert own.is_faster(5120, 1280, H200, beside=True)
+    monkeypatch.setattr(own, "_loaded", set())
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(blockwise, "is_beside", lambda: capturing)
+    takes = functools.partial(blockwise._takes_own_product, a, b, of_a, of_b)
+    capturing = True
+    assert not takes(torch.bfloat16)
+    capturing = False
+    assert takes(torch.bfloat16)
+    own._loaded.add((a.get_device(), torch.bfloat16))
+    assert not takes(torch.bfloat16)
+    capturing = True
+    assert takes(torch.bfloat16)
+    assert not takes(torch.float32)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(256, 19968), (1024, 3072)])
+def test_beside_other_work_it_is_not_taken_where_all_its_tiles_take_longer(rows: int, columns: int) -> None:
+    assert not own.is_faster(rows, columns, H200, beside=True)
 
 
 def test_gluon_is_known_in_one_version_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:

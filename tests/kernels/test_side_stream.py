@@ -52,10 +52,36 @@ class _Stream:
 @pytest.fixture
 def side(monkeypatch: pytest.MonkeyPatch) -> tuple[side_stream.Side, list[str]]:
     events: list[str] = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: _Stream("side", events))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    main: Any = _Stream("main", events)
-    return side_stream.Side(main), events
+    main, beside = (_Stream(name, events) for name in ("main", "side"))
+    return side_stream.Side(main, beside), events  # type: ignore[arg-type]
+
+
+class _Pool:
+    """Streams by address, handed out in turn."""
+
+    device_index, device = 0, "cuda:0"
+
+    def __init__(self, address: int) -> None:
+        self.cuda_stream = address
+
+
+def test_no_two_streams_share_the_one_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = iter(range(10_000))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: _Pool(100 + next(turns) % side_stream._STREAMS))
+    monkeypatch.setattr(side_stream, "_sides", {})
+    found = []
+    for address in (100, 102, 7):
+        main: Any = _Pool(address)
+        stream = side_stream._free_stream(main)
+        assert stream is not None
+        side_stream._sides[0, address] = side_stream.Side(main, stream)
+        found.append(stream.cuda_stream)
+    assert len({100, 102, 7, *found}) == 6
+    last: Any = _Pool(8)
+    for address in range(100, 100 + side_stream._STREAMS):
+        side_stream._sides[0, address] = None
+    assert side_stream._free_stream(last) is None
 
 
 FORK, JOIN = "side waits for main", "main waits for side"
@@ -136,7 +162,7 @@ def _agree(layer: torch.nn.Module, x: Tensor, dy: Tensor, replays: int = 50) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
-@pytest.mark.parametrize(("m", "k", "n"), [(8192, 768, 3072), (8200, 1280, 1280)])
+@pytest.mark.parametrize(("m", "k", "n"), [(8192, 768, 3072), (8200, 1280, 1280), (8192, 1280, 5120)])
 def test_a_captured_layer_has_the_bits_of_an_eager_one(
     recipe: Recipe, m: int, k: int, n: int, counted: list[int]
 ) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 # Operations of a product from which on it is worth it: 9 us at 1 PFLOP/s.
 _SMALLEST = 2**33
+# As many as torch has of a device.
+_STREAMS = 32
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")
@@ -27,11 +29,13 @@ class Side:
 
     __slots__ = ("_main", "_stream")
 
-    def __init__(self, main: torch.cuda.Stream) -> None:
-        self._main = main
-        self._stream = torch.cuda.Stream(main.device)
-        while self._stream == main:  # torch hands out a few streams in turn
-            self._stream = torch.cuda.Stream(main.device)
+    def __init__(self, main: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
+        self._main, self._stream = main, stream
+
+    @property
+    def address(self) -> int:
+        """Of the stream."""
+        return int(self._stream.cuda_stream)
 
     def both(self, beside: Callable[[], _A], here: Callable[[], _B]) -> tuple[_A, _B]:
         """(what `beside` gives, what `here` gives); the former's work goes to this stream, the latter's to the other.
@@ -53,7 +57,8 @@ class _Here(threading.local):
 
 
 _here = _Here()
-_sides: dict[tuple[int, int], Side] = {}
+# By device and address of the stream that each is beside.
+_sides: dict[tuple[int, int], Side | None] = {}
 
 
 @contextmanager
@@ -81,7 +86,21 @@ def side_of(x: Tensor, operations: int) -> Side | None:
         return None
     main = torch.cuda.current_stream()
     key = main.device_index, main.cuda_stream
-    side = _sides.get(key)
-    if side is None:
-        side = _sides[key] = Side(main)
-    return side
+    if key not in _sides:
+        stream = _free_stream(main)
+        _sides[key] = None if stream is None else Side(main, stream)
+    return _sides[key]
+
+
+def _free_stream(main: torch.cuda.Stream) -> torch.cuda.Stream | None:
+    """A stream that neither is `main` nor beside another one; None if there is none.
+
+    torch hands out the few that it has in turn, and whoever shared one would wait for one of two only.
+    """
+    taken = {main.cuda_stream, *(address for _, address in _sides)}
+    taken |= {side.address for side in _sides.values() if side is not None}
+    for _ in range(_STREAMS):
+        stream = torch.cuda.Stream(main.device)
+        if stream.cuda_stream not in taken:
+            return stream
+    return None

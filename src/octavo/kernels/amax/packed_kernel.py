@@ -141,7 +141,8 @@ INTERPRETED = tl.constexpr(not isinstance(larger, triton.runtime.JITFunction))
 
 def is_packed(x: Tensor) -> bool:
     """Whether the kernel takes x (rows contiguous): of 16-bit elements, in words that begin where words do."""
-    return has_rows_of_words(x) and x.shape[0] < 2**31 and x.data_ptr() % 16 == 0
+    # A kernel rounds rows up to whole blocks of 128.
+    return has_rows_of_words(x) and x.shape[0] <= 2**31 - 128 and x.data_ptr() % 16 == 0
 
 
 def has_rows_of_words(x: Tensor) -> bool:

@@ -54,9 +54,10 @@ def block_cast_inductor(
 def _is_packed(x: Tensor) -> bool:
     """As `octavo.kernels.amax.packed_kernel.is_packed`, of a matrix that has no address yet.
 
-    Inductor copies an input that is not aligned as the traced one, and what it allocates is aligned. Of numbers that
+    Inductor allocates aligned, and copies an input that is not aligned as the traced one was: what begins where its
+    memory begins is aligned. Of a view that begins behind that nobody knows, since no guard asks where. Of numbers that
     are not known nothing is asked: each answer would be a graph of its own. One word a row would be a constant of the
     variant, as one column is: see `octavo.kernels.triton_support.one_column_reasons`.
     """
     known = all(isinstance(number, int) for number in (x.shape[1], x.stride(0), x.storage_offset()))
-    return known and x.shape[1] != 2 and x.storage_offset() * x.dtype.itemsize % 16 == 0 and has_rows_of_words(x)
+    return known and x.shape[1] != 2 and x.storage_offset() == 0 and has_rows_of_words(x)

@@ -141,7 +141,7 @@ def block_scaled_mm_native(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """As `block_scaled_mm`, for operands without `unsupported_reasons`."""
-    if bias is None and _takes_own_product(a, b, scale_a, scale_b):
+    if bias is None and _takes_own_product(a, b, scale_a, scale_b, out_dtype):
         from octavo.kernels.scaled_mm.block_product import block_product
 
         return block_product(a, b, scale_a, scale_b, out_dtype)
@@ -157,14 +157,21 @@ def block_scaled_mm_native(
     return out if dtype == out_dtype and (bias is None or inside is not None) else with_bias(out, bias, out_dtype)
 
 
-def _takes_own_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
+def _takes_own_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> bool:
     """Whether `block_product` takes these operands and is to be preferred; it gives the bits of cuBLASLt's."""
     if a.shape[1] < _LONG * BLOCK or not is_by_row(scale_b, b) or not _has_gluon():
         return False
-    from octavo.kernels.scaled_mm.block_product import is_faster, takes
+    from octavo.kernels.scaled_mm.block_product import is_faster, is_loaded, takes
 
-    beside = is_beside()
-    return is_faster(a.shape[0], b.shape[0], multiprocessors(a), beside) and takes(a, b, scale_a, scale_b)
+    shape, beside = (a.shape[0], b.shape[0], multiprocessors(a)), is_beside()
+    loaded = is_loaded(a.get_device(), out_dtype)
+    if torch.cuda.is_current_stream_capturing():
+        # What would have to be loaded first is left out of a graph.
+        preferred = loaded and is_faster(*shape, beside)
+    else:
+        # So one that a graph may prefer later runs once before.
+        preferred = is_faster(*shape) or (not loaded and is_faster(*shape, True))
+    return preferred and takes(a, b, scale_a, scale_b)
 
 
 @functools.cache

@@ -251,11 +251,16 @@ def test_recipes_are_frozen_and_keyword_only(kind: type[Recipe]) -> None:
     for field in dataclasses.fields(kind):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(recipe, field.name, None)
-    with pytest.raises(TypeError, match="positional argument"):
+    with pytest.raises(
+        TypeError, match=f"{kind.__name__} takes no values without a name, found E4M3: fields are given by"
+    ):
         kind(octavo.E4M3)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+    no_field = rf"{kind.__name__} has no field 'colour'\. Its fields are: .*backward"
+    with pytest.raises(TypeError, match=no_field):
         kind(**NEEDED.get(kind, {}), colour="red")
-    with pytest.raises(ValueError, match=f"{kind.__name__} has no field 'colour': it has .*backward"):
+    with pytest.raises(TypeError, match=no_field):
+        dataclasses.replace(recipe, colour="red")
+    with pytest.raises(ValueError, match=no_field):
         recipe.replaced(colour="red")
 
 

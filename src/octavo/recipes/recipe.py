@@ -22,7 +22,7 @@ import torch
 
 from octavo.formats import E4M3, E5M2, Format, Rounding, format_given
 from octavo.kernels import Accumulation
-from octavo.tensor import QuantizeSpec
+from octavo.tensor import FieldsByName, QuantizeSpec
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 OperandName = Literal["input", "weight", "grad_output"]
@@ -45,7 +45,7 @@ FormatChoice = FormatPair | Format | torch.dtype | str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Accumulate:
+class Accumulate(FieldsByName):
     """How each product sums: "fast" or "precise", see `octavo.kernels.scaled_mm`.
 
     wgrad's K is the number of tokens, and a fast sum of that many same-sign products loses several per cent on Hopper.
@@ -87,7 +87,7 @@ class LinearSpecs(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(ABC):
+class Recipe(FieldsByName, ABC):
     """What all recipes share.
 
     Attributes:
@@ -195,10 +195,9 @@ class Recipe(ABC):
 
     def replaced(self, **changes: Any) -> Recipe:
         """A copy with some fields changed."""
-        known = [f.name for f in fields(self)]
         for name in changes:
-            if name not in known:
-                raise ValueError(f"{type(self).__name__} has no field {name!r}: it has {', '.join(known)}")
+            if name not in self.field_names():
+                raise ValueError(self.no_field(name))
         return replace(self, **changes)
 
 

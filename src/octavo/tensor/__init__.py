@@ -1,6 +1,7 @@
 """A number in eight bits: QuantizedTensor, and the quantizers that make one of an operand."""
 
 from octavo.tensor.block_quantizer import BlockQuantizer
+from octavo.tensor.fields_by_name import FieldsByName
 from octavo.tensor.matmul import scaled_mm
 from octavo.tensor.operand_state import (
     OperandState,
@@ -32,6 +33,7 @@ __all__ = [
     "BlockQuantizer",
     "CurrentQuantizer",
     "DelayedQuantizer",
+    "FieldsByName",
     "Operand",
     "OperandState",
     "PairedQuantizer",

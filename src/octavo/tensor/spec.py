@@ -12,12 +12,13 @@ from octavo.formats import Format, Rounding, format_given
 from octavo.kernels import ScaleRule
 from octavo.scaling import MX, TENSOR, Granularity, ScaleRounding, granularity_named
 from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
+from octavo.tensor.fields_by_name import FieldsByName
 
 Scaling = Literal["current", "delayed", "static"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantizeSpec:
+class QuantizeSpec(FieldsByName):
     """Format, granularity, scale rule and rounding of an operand.
 
     Attributes:

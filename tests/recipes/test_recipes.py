@@ -294,6 +294,15 @@ def test_recipes_are_frozen_and_keyword_only(kind: type[Recipe]) -> None:
         *[(kind, {"overrides": {"(": None}}, "no pair of a regular expression") for kind in KINDS],
         *[(kind, {"overrides": ["head"]}, "no pair of a regular expression") for kind in KINDS],
         *[(kind, {"overrides": {"head": "off"}}, "expected a recipe, or None") for kind in KINDS],
+        *[
+            (
+                kind,
+                {"overrides": {"head": None, "mlp": RowwiseScaling(overrides={"0": None})}},
+                "override 'mlp' names a recipe with overrides of its own, which nobody would look at: give them in the"
+                " outer recipe",
+            )
+            for kind in KINDS
+        ],
         (DelayedScaling, {"margin": 1.5}, "margin is 1.5: expected an integer"),
         (DelayedScaling, {"margin": 2000}, "margin is 2000: expected an integer from"),
         (DelayedScaling, {"amax_history_len": 0}, "amax_history_len is 0"),

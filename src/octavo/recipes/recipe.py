@@ -103,7 +103,7 @@ class Recipe(FieldsByName, ABC):
         grad_output_rounding: of the codes of gradients. "nearest"; or "stochastic", by chance and unbiased, decided by
             torch's seed; see `octavo.kernels.stochastic_cast` for what it costs.
         overrides: regular expressions on layer names, and the recipe of the layers they match (first match wins), None
-            for high precision. Given as a mapping or as pairs; kept as pairs.
+            for high precision. Given as a mapping or as pairs; kept as pairs. Recipes in it have none themselves.
     """
 
     accumulate: Accumulate = field(default_factory=Accumulate)
@@ -288,4 +288,9 @@ def _checked_override(pair: Any) -> tuple[str, Recipe | None]:
         ) from None
     if not (recipe is None or isinstance(recipe, Recipe)):
         raise ValueError(f"override {pattern!r} names {recipe!r}: expected a recipe, or None for high precision")
+    if recipe is not None and recipe.overrides:
+        raise ValueError(
+            f"override {pattern!r} names a recipe with overrides of its own, which nobody would look at: give them in"
+            " the outer recipe"
+        )
     return pattern, recipe

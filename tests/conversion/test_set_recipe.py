@@ -165,6 +165,18 @@ def test_overrides_hold_and_what_convert_left_stays() -> None:
         step(model)
 
 
+@pytest.mark.parametrize("inner", [False, True], ids=["as it was converted", "within another"])
+def test_an_override_that_matches_no_layer_is_told_and_one_of_a_layer_left_out_is_not(inner: bool) -> None:
+    model = Network()
+    octavo.convert(model, CurrentScaling(overrides={"^up$": None}))
+    given = nn.Sequential(model) if inner else model
+    with pytest.warns(UserWarning, match=r"octavo\.set_recipe: the pattern 'dwon' matched no linear layer") as told:
+        octavo.set_recipe(given, CurrentScaling(overrides={"up$": None, "^k_proj$": None, "dwon": None}))
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    assert model.k_proj.recipe is None
+
+
 def test_a_sibling_that_leaves_takes_no_history_with_it() -> None:
     model = Network()
     octavo.convert(model, DELAYED)

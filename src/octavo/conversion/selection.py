@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -65,10 +65,9 @@ def candidates(model: nn.Module, selection: Selection, recipe: Recipe | None = N
         id(module.out_proj): name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)
     }
     found = []
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, FP8LinearMixin)) or is_conv1d(module):
-            out_features, in_features = _extents(module)
-            found.append(Candidate(name, module, in_features, out_features, _structure_reasons(module, never_called)))
+    for name, module in linear_layers(model):
+        out_features, in_features = _extents(module)
+        found.append(Candidate(name, module, in_features, out_features, _structure_reasons(module, never_called)))
     free = [layer.name for layer in found if not layer.reasons]
     at_ends = end_reasons(model, [layer.name for layer in found], free, selection.ends)
     for name, module, in_features, out_features, reasons in found:
@@ -81,11 +80,26 @@ def candidates(model: nn.Module, selection: Selection, recipe: Recipe | None = N
     return found
 
 
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All layers of a model that hold a matrix, with their qualified names; a shared layer once."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, FP8LinearMixin)) or is_conv1d(module):
+            yield name, module
+
+
 def unmatched_patterns(found: list[Candidate], selection: Selection, recipe: Recipe | None = None) -> list[str]:
     """Patterns that match no linear layer at all, of the selection and of the recipe's overrides."""
-    overrides = [] if recipe is None else [pattern for pattern, _ in recipe.overrides]
-    patterns = [*selection.include, *selection.exclude, *overrides]
-    return [pattern for pattern in patterns if not any(re.search(pattern, layer.name) for layer in found)]
+    names = [layer.name for layer in found]
+    return _unmatched([*selection.include, *selection.exclude], names) + unmatched_overrides(names, recipe)
+
+
+def unmatched_overrides(names: list[str], recipe: Recipe | None) -> list[str]:
+    """Patterns of a recipe's overrides that match none of the names."""
+    return [] if recipe is None else _unmatched([pattern for pattern, _ in recipe.overrides], names)
+
+
+def _unmatched(patterns: list[str], names: list[str]) -> list[str]:
+    return [pattern for pattern in patterns if not any(re.search(pattern, name) for name in names)]
 
 
 def _extents(module: nn.Module) -> tuple[int, int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from typing import TypeGuard
 
 from torch import nn
 
+from octavo.conversion.selection import linear_layers, unmatched_overrides
 from octavo.conversion.siblings import share_inputs
 from octavo.modules import FP8LinearMixin
 from octavo.recipes import Recipe, check_recipe
@@ -28,8 +30,9 @@ def set_recipe(model: nn.Module, recipe: Recipe | None) -> list[str]:
     precision of its forward, but scales of gradients that are begun anew.
 
     Layers with a recipe of their own take part, from `octavo.convert` or `recipe=`, and those that this function has
-    given one or none before; what `convert` has left in high precision stays. Overrides of the recipe hold. A recipe
-    that equals the one in force changes nothing.
+    given one or none before; what `convert` has left in high precision stays. Overrides of the recipe hold, by the
+    names that layers have from `convert`; a warning is given if one matches no linear layer. A recipe that equals the
+    one in force changes nothing.
 
     Of delayed scaling, histories and scales go on from one delayed recipe to another, as far as the new one's length
     goes; in another format they provide for the same amaxes. For a phase without they are forgotten, in the state dict
@@ -56,6 +59,8 @@ def set_recipe(model: nn.Module, recipe: Recipe | None) -> list[str]:
             f"octavo.set_recipe: no layer of this {type(model).__name__} has a recipe: octavo.convert(model, recipe)"
             " gives them one; layers that run inside octavo.autocast(recipe=...) take the one given there"
         )
+    for pattern in unmatched_overrides([_name(name, module) for name, module in linear_layers(model)], recipe):
+        warnings.warn(f"octavo.set_recipe: the pattern {pattern!r} matched no linear layer", stacklevel=2)
     chosen = [(module, _own(recipe, name, module)) for name, module in layers]
     _part_unlike(chosen)
     for module, own in chosen:
@@ -69,11 +74,16 @@ def _takes_part(module: nn.Module) -> TypeGuard[FP8LinearMixin]:
     return isinstance(module, FP8LinearMixin) and (module.recipe is not None or module.takes_recipes)
 
 
+def _name(name: str, layer: nn.Module) -> str:
+    """What overrides call a layer: its name of before, or the one that it has in this model."""
+    before = layer.layer_name if isinstance(layer, FP8LinearMixin) else None
+    return name if before is None else before
+
+
 def _own(recipe: Recipe | None, name: str, layer: FP8LinearMixin) -> Recipe | None:
     """The recipe of one layer by the overrides, and from now on they know its name."""
     layer.takes_recipes = True
-    if layer.layer_name is None:
-        layer.layer_name = name
+    layer.layer_name = _name(name, layer)
     return None if recipe is None else recipe.for_layer(layer.layer_name)
 
 

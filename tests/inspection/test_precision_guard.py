@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 import warnings
 import weakref
@@ -84,7 +85,9 @@ def test_the_layer_with_a_growing_outlier_moves_and_it_alone(recipe: Recipe, com
             # Layer, step, operand, statistic, value, bound, remedy.
             assert re.search(
                 rf"PrecisionGuard: 3 runs in high precision from step {moved_at + 1} on: input: SQNR beside its"
-                r" outliers -?\d+\.\d dB, below 10.*PrecisionBounds.*RowwiseScaling.*guard.release\('3'\)",
+                r" outliers -?\d+\.\d dB, below 10\. To keep it in FP8 all the same give"
+                r" wider bounds=octavo\.inspection\.PrecisionBounds\(rest_sqnr_db=\.\.\.\); finer scales do not help"
+                r" against outlier channels; guard\.release\('3'\) brings it back",
                 message,
             ), message
             assert caught[0].filename == __file__
@@ -102,6 +105,28 @@ def test_the_layer_with_a_growing_outlier_moves_and_it_alone(recipe: Recipe, com
     if compiles:
         # Scales that are not known, those that are, and the layer moved.
         assert run.counter.frame_count <= 4
+
+
+@pytest.mark.parametrize(
+    ("bounds", "remedy"),
+    [
+        (
+            PrecisionBounds(sqnr_db=100.0, rest_sqnr_db=-math.inf),
+            r"To keep it in FP8 give wider bounds=octavo\.inspection\.PrecisionBounds\(\.\.\.\), or finer scales by an"
+            r" override of the recipe \(RowwiseScaling, BlockScaling\); guard",
+        ),
+        (
+            PrecisionBounds(sqnr_db=100.0, rest_sqnr_db=100.0),
+            r"all the same give wider bounds=octavo\.inspection\.PrecisionBounds\(\.\.\.\); finer scales do not help",
+        ),
+    ],
+    ids=["no outlier", "more than outliers"],
+)
+def test_finer_scales_are_advised_where_they_can_help(bounds: PrecisionBounds, remedy: str) -> None:
+    run = Run(CurrentScaling(), every=1, bounds=bounds)
+    with pytest.warns(UserWarning, match=remedy) as told:
+        assert run.step() == ["0", "3", "4"]
+    assert len(told) == 3
 
 
 def test_a_run_that_bears_fp8_is_left_alone_to_the_bit() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from octavo.inspection.eager_steps import begin_eager, end_eager
 from octavo.inspection.layer_probe import OperandFigures, operand_figures
 from octavo.inspection.observer_chain import add_observer, remove_observer
-from octavo.inspection.precision_table import PrecisionBounds
+from octavo.inspection.precision_table import BESIDE_OUTLIERS, PrecisionBounds
 from octavo.inspection.watch import watched_quantizer
 from octavo.modules import FP8LinearMixin
 from octavo.modules.grouped_linear import Expert
@@ -26,10 +26,8 @@ from octavo.runtime.given_model import check_model
 from octavo.tensor import Operand, Quantizer
 
 _OTHERS = "it goes with an expert of the same layer, or left the bounds on another rank"
-_REMEDY = (
-    "To keep it in FP8 give wider bounds=octavo.inspection.PrecisionBounds(...), or finer scales by an override of the"
-    " recipe (RowwiseScaling, BlockScaling); guard.release({name!r}) brings it back"
-)
+_WIDER = "give wider bounds=octavo.inspection.PrecisionBounds"
+_FINER = "or finer scales by an override of the recipe (RowwiseScaling, BlockScaling)"
 
 
 class PrecisionGuard:
@@ -217,7 +215,7 @@ class PrecisionGuard:
             self._move(name, reasons.get(name, _OTHERS))
             warnings.warn(
                 f"octavo.PrecisionGuard: {name or '(root)'} runs in high precision from step {self._steps + 1} on:"
-                f" {self.moved[name]}. {_REMEDY.format(name=name)}",
+                f" {self.moved[name]}. {_remedy(self.moved[name])}; guard.release({name!r}) brings it back",
                 stacklevel=3,
             )
         return moving
@@ -257,6 +255,15 @@ class PrecisionGuard:
                 " whose replays nobody can watch: watch before capturing, or use octavo.make_graphed_callables",
                 stacklevel=4,
             )
+
+
+def _remedy(reason: str) -> str:
+    """What keeps a layer in FP8 that has left the bounds for that reason."""
+    if BESIDE_OUTLIERS not in reason:
+        return f"To keep it in FP8 {_WIDER}(...), {_FINER}"
+    # A row or a block that holds an outlier has its scale by it.
+    bounds = "..." if "; " in reason else "rest_sqnr_db=..."
+    return f"To keep it in FP8 all the same {_WIDER}({bounds}); finer scales do not help against outlier channels"
 
 
 def _is_moved(layer: nn.Module) -> bool:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from octavo.inspection.layer_probe import OperandFigures
 
+# What breaks `rest_sqnr_db`, as reasons call it.
+BESIDE_OUTLIERS = "SQNR beside its outliers"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionBounds:
@@ -39,7 +42,7 @@ class PrecisionBounds:
         if figures.sqnr_db < self.sqnr_db:
             yield f"{name}: SQNR {figures.sqnr_db:.1f} dB, below {self.sqnr_db:g}"
         if forward and figures.rest_sqnr_db < self.rest_sqnr_db:
-            yield f"{name}: SQNR beside its outliers {figures.rest_sqnr_db:.1f} dB, below {self.rest_sqnr_db:g}"
+            yield f"{name}: {BESIDE_OUTLIERS} {figures.rest_sqnr_db:.1f} dB, below {self.rest_sqnr_db:g}"
         if figures.underflow > self.underflow:
             yield f"{name}: underflow {figures.underflow:.1%}, above {self.underflow:.1%}"
         if figures.saturation > self.saturation:

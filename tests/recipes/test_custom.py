@@ -32,7 +32,7 @@ from octavo.recipes import (
 from octavo.recipes.custom import PRODUCTS
 from octavo.recipes.recipe import GEMMS
 from octavo.runtime import Call, LayerState, plan_linear
-from octavo.scaling import BLOCK_1X128, BLOCK_128X1, BLOCK_128X128, COLUMN, MX, ROW, TENSOR, Granularity
+from octavo.scaling import BLOCK_1X128, BLOCK_128X1, BLOCK_128X128, MX, ROW, TENSOR, Granularity
 
 OPERANDS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
 
@@ -210,7 +210,7 @@ def test_infinite_gradients_become_nan_whatever_is_said() -> None:
     assert recipe == custom(dgrad_grad_output=spec(ROW, inf_to_nan=True))
 
 
-GRANULARITIES = (TENSOR, ROW, COLUMN, BLOCK_1X128, BLOCK_128X1, BLOCK_128X128, MX)
+GRANULARITIES = (TENSOR, ROW, BLOCK_1X128, BLOCK_128X128, MX)
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
@@ -272,6 +272,9 @@ def test_contradictions_are_refused_and_the_remedy_said(changes: dict[str, Any],
         custom(**changes)
 
 
+ALLOWED = re.escape("expected 'tensor', 'row', (1, 128), (128, 128) or 'mx', along the rows of the operand")
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -281,7 +284,12 @@ def test_contradictions_are_refused_and_the_remedy_said(changes: dict[str, Any],
         ),
         ({"scaling": "static", "static_scale": 1.0, "epsilon": 1.0}, "epsilon is 1.0, .* scaling is 'static'"),
         ({"rounding": "up"}, "rounding is 'up': expected 'nearest' or 'stochastic'"),
-        ({"granularity": "rows"}, "unknown granularity 'rows'"),
+        ({"granularity": "rows"}, f"unknown granularity 'rows': {ALLOWED}"),
+        ({"granularity": (1, 64)}, rf"unknown granularity \(1, 64\): {ALLOWED}"),
+        ({"granularity": "column"}, f"granularity is 'column', which no product takes: {ALLOWED}"),
+        ({"granularity": (128, 1)}, rf"granularity is \(128, 1\), which no product takes: {ALLOWED}"),
+        ({"granularity": BLOCK_128X1}, f"granularity is 128x1, which no product takes: {ALLOWED}"),
+        ({"granularity": "mx_transposed"}, f"granularity is 'mx_transposed', which no product takes: {ALLOWED}"),
         ({"power_of_two": 1}, "power_of_two is 1: expected True or False"),
         ({"epsilon": "1"}, "epsilon is '1'"),
         ({"granularity": "row", "scaling": "delayed"}, "keeps one scale a tensor, found granularity row"),

@@ -10,11 +10,13 @@ import torch
 
 from octavo.formats import Format, Rounding, format_given
 from octavo.kernels import ScaleRule
-from octavo.scaling import MX, TENSOR, Granularity, ScaleRounding, granularity_named
+from octavo.scaling import MX, PRODUCT_BLOCKS, ROW, TENSOR, Granularity, ScaleRounding, granularity_named
 from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
 from octavo.tensor.fields_by_name import FieldsByName
 
 Scaling = Literal["current", "delayed", "static"]
+# Of the operands of all products; a quantized tensor may have others.
+_OF_PRODUCTS = (TENSOR, ROW, *PRODUCT_BLOCKS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +25,9 @@ class QuantizeSpec(FieldsByName):
 
     Attributes:
         format: of the codes; a dtype or a name becomes the format.
-        granularity: of their scale, along the rows of the operand as it enters the product (K-major). For the other
-            layout, the transposed matrix, it holds along that matrix's rows: two sets of codes where they differ. As
-            of `octavo.quantize`, a name or an extent will do.
+        granularity: of their scale, along the rows of the operand as it enters the product (K-major): TENSOR, ROW,
+            BLOCK_1X128, BLOCK_128X128 or MX. For the other layout, the transposed matrix, it holds along that matrix's
+            rows: two sets of codes where they differ. As of `octavo.quantize`, a name or an extent will do.
         scaling: "current" measures the amax now; "delayed" takes the scale from the owner's state; "static" from
             `static_scale`.
         power_of_two: multipliers are rounded down to a power of two (current scaling).
@@ -54,7 +56,7 @@ class QuantizeSpec(FieldsByName):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", format_given(self.format))
-        object.__setattr__(self, "granularity", granularity_named(self.granularity))
+        object.__setattr__(self, "granularity", _granularity_given(self.granularity))
         self._check_rule()
         object.__setattr__(self, "_rule", ScaleRule(float(self.epsilon).hex(), self.power_of_two, self.scale_rounding))
         if self.scaling != "current" and self.granularity is not TENSOR:
@@ -104,6 +106,18 @@ class QuantizeSpec(FieldsByName):
             )
         if self.granularity is MX and self.epsilon:
             raise ValueError(f"epsilon is {self.epsilon}: MX scales have none, leave it out")
+
+
+def _granularity_given(granularity: Any) -> Granularity:
+    """A granularity that products take, by whatever it was named."""
+    expected = "'tensor', 'row', (1, 128), (128, 128) or 'mx', along the rows of the operand as it enters its product"
+    try:
+        named = granularity_named(granularity)
+    except ValueError:
+        raise ValueError(f"unknown granularity {granularity!r}: expected {expected}") from None
+    if named not in _OF_PRODUCTS:
+        raise ValueError(f"granularity is {granularity!r}, which no product takes: expected {expected}")
+    return named
 
 
 def checked_scale(name: str, scale: Any) -> float:

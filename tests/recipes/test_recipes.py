@@ -292,7 +292,16 @@ def test_recipes_are_frozen_and_keyword_only(kind: type[Recipe]) -> None:
         *[(kind, {"format": "E4M4"}, "format is 'E4M4': expected octavo.HYBRID") for kind in WITH_FORMAT],
         *[(kind, {"format": octavo.E8M0}, "holds no operand of a product") for kind in WITH_FORMAT],
         *[(kind, {"overrides": {"(": None}}, "no pair of a regular expression") for kind in KINDS],
-        *[(kind, {"overrides": ["head"]}, "no pair of a regular expression") for kind in KINDS],
+        *[
+            (
+                kind,
+                {"overrides": given},
+                rf"overrides are \{{pattern: recipe or None\}}, found {type(given).__name__}: ",
+            )
+            for kind in KINDS
+            for given in (["mlp"], ["ab"], "mlp", None, 3)
+        ],
+        *[(kind, {"overrides": [("head",)]}, "no pair of a regular expression") for kind in KINDS],
         *[(kind, {"overrides": {"head": "off"}}, "expected a recipe, or None") for kind in KINDS],
         *[
             (
@@ -329,9 +338,18 @@ def test_recipes_are_frozen_and_keyword_only(kind: type[Recipe]) -> None:
         (BlockScaling, {"power_of_two_scales": 1}, "power_of_two_scales is 1"),
         (MXFP8Scaling, {"scale_rounding": "nearest"}, "scale_rounding is 'nearest': expected 'up' or 'floor'"),
         (MXFP8Scaling, {"scale_rounding": True}, "scale_rounding is True: expected 'up' or 'floor'"),
+        *[(kind, {"format": "hybrid"}, "'hybrid': .* a name, 'HYBRID', 'E4M3' or 'E5M2',") for kind in WITH_FORMAT],
         *[(kind, {"format": 3}, "format is 3: expected octavo.HYBRID") for kind in WITH_FORMAT],
         *[(kind, {"format": "E8M0"}, "format E8M0 holds no operand of a product") for kind in WITH_FORMAT],
         (StaticScaling, {"input_scale": 0.0}, "input_scale is 0.0: a scale is a number, positive and finite"),
+        *[
+            (
+                StaticScaling,
+                {name: {"mlp.fc1": 0.5}},
+                f"{name} is a dict: .* of several layers: overrides={{pattern: StaticScaling\\({name}=",
+            )
+            for name in ("input_scale", "weight_scale", "grad_output_scale")
+        ],
         (StaticScaling, {"input_scale": -1.0}, "input_scale is -1.0: a scale is a number, positive and finite"),
         (StaticScaling, {"weight_scale": float("nan")}, "weight_scale is nan"),
         (StaticScaling, {"grad_output_scale": "1"}, "grad_output_scale is '1'"),
@@ -386,7 +404,9 @@ def test_the_specs_are_those_of_the_formats(kind: type[Recipe]) -> None:
 
 def test_the_first_override_that_matches_wins() -> None:
     inner = RowwiseScaling()
-    recipe = CurrentScaling(overrides=[(r"\.fc1$", inner), (r"blocks\.0", None)])
+    pairs = [(r"\.fc1$", inner), (r"blocks\.0", None)]
+    recipe = CurrentScaling(overrides=pairs)
+    assert recipe == CurrentScaling(overrides=dict(pairs)) == CurrentScaling(overrides=iter(pairs))
     assert recipe.for_layer("blocks.0.fc1") is inner
     assert recipe.for_layer("blocks.0.fc2") is None
     assert recipe.for_layer("blocks.1.fc2") is recipe

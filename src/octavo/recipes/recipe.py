@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -130,8 +130,7 @@ class Recipe(FieldsByName, ABC):
                 raise ValueError(f"{one.name} is {getattr(self, one.name)!r}: expected True or False")
         if not isinstance(self.accumulate, Accumulate):
             raise ValueError(f"accumulate is {self.accumulate!r}: expected an octavo.recipes.Accumulate")
-        pairs = self.overrides.items() if isinstance(self.overrides, Mapping) else self.overrides
-        object.__setattr__(self, "overrides", tuple(_checked_override(pair) for pair in pairs))
+        object.__setattr__(self, "overrides", _checked_overrides(self.overrides))
 
     def complete(self) -> None:
         """Ask `spec` and `histories` everything once; the last line of every recipe's `__post_init__`."""
@@ -238,8 +237,8 @@ def keep_format(recipe: Any) -> None:
             kept = HYBRID if given == "HYBRID" else format_given(given)
     except ValueError as error:
         raise ValueError(
-            f"format is {given!r}: expected octavo.HYBRID, octavo.E4M3 or octavo.E5M2, the name or the dtype of one, or"
-            " a FormatPair of two"
+            f"format is {given!r}: expected octavo.HYBRID, octavo.E4M3 or octavo.E5M2, or a name, 'HYBRID', 'E4M3' or"
+            " 'E5M2', or the dtype of one, or a FormatPair of two"
         ) from error
     for operand in OPERANDS:
         if format_for(kept, operand) not in (E4M3, E5M2):
@@ -276,6 +275,13 @@ def keep_precise(recipe: Recipe, why: str) -> None:
     for gemm in GEMMS:
         if getattr(recipe.accumulate, gemm) != "precise":
             raise ValueError(f"accumulate.{gemm} is 'fast': {why}; leave accumulate out, or use CurrentScaling")
+
+
+def _checked_overrides(given: Any) -> tuple[tuple[str, Recipe | None], ...]:
+    pairs = list(given.items() if isinstance(given, Mapping) else given) if isinstance(given, Iterable) else [given]
+    if isinstance(given, str) or not all(isinstance(one, (tuple, list)) for one in pairs):
+        raise ValueError(f"overrides are {{pattern: recipe or None}}, found {type(given).__name__}: {given!r}")
+    return tuple(_checked_override(pair) for pair in pairs)
 
 
 def _checked_override(pair: Any) -> tuple[str, Recipe | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from octavo.recipes.recipe import HYBRID, OPERANDS, FormatChoice, Gemm, OperandName, Recipe, keep_format, operand_spec
@@ -15,6 +16,7 @@ class StaticScaling(Recipe):
     Attributes:
         format: HYBRID (E4M3 forward, E5M2 gradients), E4M3 or E5M2.
         input_scale, weight_scale, grad_output_scale: positive and finite; None measures that operand each time.
+            Of several layers each has a recipe of its own, by the overrides of another one.
     """
 
     format: FormatChoice = HYBRID
@@ -29,6 +31,11 @@ class StaticScaling(Recipe):
             raise ValueError("StaticScaling without any scale: give input_scale or another, or use CurrentScaling")
         for operand in OPERANDS:
             scale = getattr(self, f"{operand}_scale")
+            if isinstance(scale, Mapping):
+                raise ValueError(
+                    f"{operand}_scale is a {type(scale).__name__}: a scale is a number, positive and finite; of several"
+                    f" layers: overrides={{pattern: StaticScaling({operand}_scale=...)}} of a CurrentScaling"
+                )
             if scale is not None:
                 checked_scale(f"{operand}_scale", scale)
         if self.grad_output_scale is not None and self.backward == "high_precision":

@@ -162,8 +162,17 @@ def test_nothing_replaced_is_said_and_why() -> None:
         freeze(nn.Sequential(nn.ReLU()))
     model = mlp()
     freeze(model)
-    with pytest.warns(UserWarning, match="the model has no linear layer"):
+    frozen = "its 2 linear layers are frozen already: there is no way back from codes, build the model anew"
+    with pytest.warns(UserWarning, match=f"replaced nothing: {frozen}"):
         freeze(model)
+    with pytest.warns(UserWarning, match=f"NOTHING WAS CONVERTED: {frozen}"):
+        octavo.convert(model)
+    model.append(nn.Linear(8, 8))
+    with pytest.warns(UserWarning, match=f"replaced nothing: 3: excluded by '3'; {frozen}"):
+        freeze(model, exclude="3")
+    with pytest.warns(UserWarning, match=f"NOTHING WAS CONVERTED: {frozen}"):
+        octavo.convert(model, exclude="3")
+    assert octavo.convert(model, filter="all").frozen == 2
 
 
 def test_what_is_left_is_said_and_why() -> None:

@@ -25,7 +25,7 @@ from octavo.conversion.known_parts import is_replaced
 from octavo.conversion.report import NO_DEVICE, ConversionReport, LayerReport
 from octavo.conversion.selection import Candidate, LayerFilter, candidates, checked_selection, unmatched_patterns
 from octavo.conversion.siblings import share_inputs
-from octavo.modules import FP8LinearMixin
+from octavo.modules import FixedWeights, FP8LinearMixin
 from octavo.recipes import CurrentScaling, Recipe, check_recipe
 from octavo.runtime.given_model import check_model
 from octavo.tensor import QuantizedTensor
@@ -88,7 +88,9 @@ def convert(
     structures = fuse_structures(model, converted, fuse, dry_run)
     structures += fuse_losses(model, fuse, dry_run) if converted else []
     unmatched = unmatched_patterns(found, selection, chosen)
-    report = ConversionReport(tuple(rows), tuple(unmatched), tuple(remarks), dry_run, _device(model), tuple(structures))
+    frozen = sum(isinstance(module, FixedWeights) for module in model.modules())
+    device = _device(model)
+    report = ConversionReport(tuple(rows), tuple(unmatched), tuple(remarks), dry_run, device, tuple(structures), frozen)
     for warning in report.warnings:
         warnings.warn(f"octavo.convert: {warning}", stacklevel=2)
     return report

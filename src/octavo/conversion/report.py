@@ -72,6 +72,7 @@ class ConversionReport:
         dry_run: nothing was changed.
         device: of the model's parameters.
         structures: MLPs and normalisations that were looked at, in the order of the model; then losses.
+        frozen: how many layers the model has that `octavo.inference.freeze` made, which stay as they are.
     """
 
     layers: tuple[LayerReport, ...]
@@ -80,6 +81,7 @@ class ConversionReport:
     dry_run: bool = False
     device: str = field(default="cpu")
     structures: tuple[StructureReport, ...] = ()
+    frozen: int = 0
 
     @property
     def converted(self) -> list[LayerReport]:
@@ -106,7 +108,8 @@ class ConversionReport:
         """What the user most likely did not intend."""
         found = []
         if not self.converted:
-            found.append("NOTHING WAS CONVERTED" + ("" if self.layers else ": the model has no linear layers"))
+            says_why = self.layers and not self.frozen
+            found.append("NOTHING WAS CONVERTED" + ("" if says_why else f": {no_layers(self.frozen)}"))
         found += [f"the pattern {pattern!r} matched no linear layer" for pattern in self.unmatched]
         return found
 
@@ -137,6 +140,14 @@ class ConversionReport:
             lines.append(f"unknown: there is no model of what this recipe has, {why}: measure it.")
         lines += structure_lines(self.structures) + list(self.remarks)
         return "\n".join([f"! {warning}" for warning in self.warnings] + lines)
+
+
+def no_layers(frozen: int) -> str:
+    """Why a model has no linear layers left, if so many of them are frozen."""
+    if not frozen:
+        return "the model has no linear layers"
+    many = f"{frozen} linear layers are" if frozen > 1 else "linear layer is"
+    return f"its {many} frozen already: there is no way back from codes, build the model anew"
 
 
 def structure_lines(structures: tuple[StructureReport, ...]) -> list[str]:

@@ -12,6 +12,7 @@ from torch import nn
 from octavo.conversion.fuse import fuse as fuse_structures
 from octavo.conversion.fuse import unfuse
 from octavo.conversion.fused import kind_of
+from octavo.conversion.report import no_layers
 from octavo.conversion.selection import Candidate, candidates, checked_selection, unmatched_patterns
 from octavo.conversion.siblings import siblings
 from octavo.inference.freeze_report import FreezeReport, LeftLayer
@@ -74,7 +75,7 @@ def freeze(
     for pattern in unmatched_patterns(found, selection):
         warnings.warn(f"octavo.inference.freeze: exclude pattern {pattern!r} matches no linear layer", stacklevel=2)
     if not layers:
-        warnings.warn(f"octavo.inference.freeze replaced nothing: {_why_none(left)}", stacklevel=2)
+        warnings.warn(f"octavo.inference.freeze replaced nothing: {_why_none(model, left)}", stacklevel=2)
     frozen = {id(layer.module): _frozen(layer, chosen, scales) for layer in layers}
     # What ran as one with a layer that goes, runs by itself again.
     for remark in unfuse(model):
@@ -208,10 +209,10 @@ def _refuse_smoothed(layer: _Layer) -> None:
         )
 
 
-def _why_none(left: list[LeftLayer]) -> str:
-    if not left:
-        return "the model has no linear layer"
-    return "; ".join(f"{layer.name}: {layer.reason}" for layer in left[:5])
+def _why_none(model: nn.Module, left: list[LeftLayer]) -> str:
+    frozen = sum(isinstance(module, FrozenLayer) for module in model.modules())
+    reasons = [f"{layer.name}: {layer.reason}" for layer in left[:5]]
+    return "; ".join(reasons + ([no_layers(frozen)] if frozen or not left else []))
 
 
 def _frozen(layer: _Layer, scheme: Scheme, scales: Mapping[str, float]) -> FrozenLayer:

@@ -18,6 +18,7 @@ from octavo.inference.known_scales import KnownScales
 from octavo.inference.scheme import Scheme
 from octavo.kernels import ALIGNMENT, pad_matrix, pad_row_scale
 from octavo.kernels.scaled_mm import with_bias
+from octavo.modules import FixedWeights
 from octavo.recipes import Accumulate
 from octavo.runtime import LinearPlan
 from octavo.runtime.counting import current_count
@@ -57,7 +58,7 @@ class Product(NamedTuple):
         return cls(*(f"{prefix}{name}" for name in cls._fields))
 
 
-class FrozenLayer(nn.Module):
+class FrozenLayer(FixedWeights):
     """FP8 weights, FP8 activations, no training.
 
     Args:

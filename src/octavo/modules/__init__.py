@@ -1,7 +1,7 @@
 """Layers: parameters and state; what they compute stands in `octavo.functional`."""
 
 from octavo.modules.dot_product_attention import AttentionCall, DotProductAttention
-from octavo.modules.fixed_product import FixedProduct, LayerProduct
+from octavo.modules.fixed_product import FixedProduct, FixedWeights, LayerProduct
 from octavo.modules.group_padding import Padding, Unpadding
 from octavo.modules.grouped_linear import GroupedLinear
 from octavo.modules.kv_cache import KVCache, PagedKVCache
@@ -22,6 +22,7 @@ __all__ = [
     "DotProductAttention",
     "FP8LinearMixin",
     "FixedProduct",
+    "FixedWeights",
     "GroupedLinear",
     "KVCache",
     "LMHead",

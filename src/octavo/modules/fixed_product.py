@@ -32,7 +32,11 @@ class LayerProduct(NamedTuple):
     operand: Operand | None
 
 
-class FixedProduct(nn.Module):
+class FixedWeights(nn.Module):
+    """A layer whose weights are FP8 for good: there are codes alone, and no way back from them."""
+
+
+class FixedProduct(FixedWeights):
     """A linear layer that does nothing but a product with a weight whose codes are given."""
 
     @property

@@ -596,9 +596,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "plain": (
         lambda: predicted(network()),
         ValueError,
-        "no layer of this Sequential can be predicted",
+        r"no layer of this Sequential can be predicted: octavo\.convert\(.*first$",
     ),
-    "twice": (lambda: (predicted(m := converted()), predicted(m)), ValueError, r"predicted already: remove\(\)"),
+    "twice": (
+        lambda: (predicted(m := converted()), predicted(m)),
+        ValueError,
+        r"can be predicted \(0: it is predicted already: remove\(\) that first; 2: .* remove\(\) that first\)$",
+    ),
     "not its weights": (
         lambda: octavo.predict_weight_scales(converted(), torch.optim.Adam(network().parameters())),
         ValueError,
@@ -616,6 +620,16 @@ def converted(recipe: Recipe | None = None) -> Any:
 
 def predicted(model: Any, **options: Any) -> Any:
     return octavo.predict_weight_scales(model, torch.optim.AdamW(model.parameters()), **options)
+
+
+def test_it_shows_what_it_predicts() -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    octavo.convert(model, CurrentScaling(overrides={"^2$": RowwiseScaling()}))
+    found = predicted(model)
+    assert repr(found) == "PredictedWeightScales(2 layers predicted, measured every 100 steps, 1 left)"
+    found.remove()
+    assert repr(found) == "PredictedWeightScales(ended)"
+    assert repr(predicted(model[:1], every=1)).endswith("(1 layer predicted, measured every step, 0 left)")
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from octavo.kernels import amax
 from octavo.modules import FP8LinearMixin
 from octavo.optim.bound_table import MEASURED, BoundTable
-from octavo.optim.predictable_layers import group_indices, group_of, predictable_layers
+from octavo.optim.predictable_layers import PREDICTED_ALREADY, group_indices, group_of, predictable_layers
 from octavo.optim.step_bound import NoBoundError, Step, StepBound, adam_step, check_known, given_step, larger
 from octavo.runtime import WeightBound
 from octavo.runtime.given_model import check_model
@@ -99,9 +99,12 @@ class PredictedWeightScales:
         self.layers, self.left, rows = predictable_layers(model, optimizer)
         if not rows:
             why = "; ".join(f"{name or '(root)'}: {reason}" for name, reason in list(self.left.items())[:3])
+            remedy = ": octavo.convert(model, CurrentScaling()) or DelayedScaling() first"
+            if self.left and all(reason == PREDICTED_ALREADY for reason in self.left.values()):
+                remedy = ""
             raise ValueError(
                 f"octavo.predict_weight_scales: no layer of this {type(model).__name__} can be predicted"
-                f"{f' ({why})' if why else ''}: octavo.convert(model, CurrentScaling()) or DelayedScaling() first"
+                f"{f' ({why})' if why else ''}{remedy}"
             )
         self._tables = [BoundTable(*zip(*some, strict=True)) for some in rows]
         self._names = dict(zip((bound for table in self._tables for bound in table.bounds), self.layers, strict=True))
@@ -119,6 +122,12 @@ class PredictedWeightScales:
             optimizer.register_step_post_hook(self._after_step),
         ]
         _PREDICTIONS.add(self)
+
+    def __repr__(self) -> str:
+        every = "every step" if self._every == 1 else f"every {self._every} steps"
+        layers = f"{len(self.layers)} layer{'s' if len(self.layers) != 1 else ''} predicted"
+        what = "ended" if self._over else f"{layers}, measured {every}, {len(self.left)} left"
+        return f"{type(self).__name__}({what})"
 
     def measure(self) -> None:
         """Measure all weights now, as after an edit that leaves no trace."""

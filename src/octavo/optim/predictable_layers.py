@@ -30,6 +30,8 @@ def group_of(layer: Any, indices: dict[int, int]) -> int:
     return groups.pop() if len(groups) == 1 else MEASURED
 
 
+# The reason of a layer that another prediction has.
+PREDICTED_ALREADY = "it is predicted already: remove() that first"
 # Layer and param group, of all layers of one device and dtype; those of one group side by side.
 Rows = list[tuple[Any, int]]
 
@@ -67,7 +69,7 @@ def _reason(layer: FP8LinearMixin, groups: dict[int, int]) -> str:
     if any(type(part) is not nn.Parameter for part in parts):
         return f"its weight is a {type(parts[0]).__name__}, no plain parameter"
     if layer.delayed_state.weight_bound is not None:
-        return "it is predicted already: remove() that first"
+        return PREDICTED_ALREADY
     of_parts = {groups.get(id(part), FROZEN) for part in parts}
     if any(part.requires_grad and id(part) not in groups for part in parts):
         return "its weight is trained, and not by this optimizer"

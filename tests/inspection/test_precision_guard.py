@@ -226,7 +226,7 @@ def test_a_layer_is_released_after_the_guard_has_ended(context: bool) -> None:
         run.guard.remove()
     run.guard.remove()
     assert list(run.guard.state_dict()["moved"]) == ["3"], "it stays until it is released"
-    with pytest.raises(ValueError, match="'0' was not moved: '3'"):
+    with pytest.raises(ValueError, match="'0' was not moved; moved are: '3'"):
         run.guard.release("3", "0")
     assert list(run.guard.moved) == ["3"]
     run.guard.release("3", "3")

@@ -62,8 +62,11 @@ def test_torch_autocast_adds_no_rounding() -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     a, b = octavo.quantize(torch.randn(8, 32), octavo.E4M3), octavo.quantize(torch.randn(32, 24), octavo.E4M3)
-    with pytest.raises(ValueError, match=r"\[M, K\] by \[K, N\], found \(8, 32\) and \(8, 32\)"):
+    with pytest.raises(ValueError, match=r"\[M, K\] by \[K, N\], found \(8, 32\) and \(8, 32\): give b\.t\(\)$"):
         octavo.scaled_mm(a, a)
+    assert octavo.scaled_mm(a, a.t()).shape == (8, 8)
+    with pytest.raises(ValueError, match=r"found \(32, \d+\) and \(8, 32\)$"):
+        octavo.scaled_mm(b, a)
     with pytest.raises(ValueError, match="give scale_a"):
         octavo.scaled_mm(a.codes, b)
     with pytest.raises(ValueError, match="leave scale_b out"):

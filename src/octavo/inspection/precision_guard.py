@@ -121,7 +121,8 @@ class PrecisionGuard:
         """
         for name in names:
             if name not in self.moved:
-                raise ValueError(f"{name!r} was not moved: {', '.join(map(repr, self.moved)) or 'no layer was'}")
+                moved = f"; moved are: {', '.join(map(repr, self.moved))}" if self.moved else ": no layer was"
+                raise ValueError(f"{name!r} was not moved{moved}")
         for name in dict.fromkeys(names or self.moved):
             layer = self._layers[name]
             if _is_moved(layer):

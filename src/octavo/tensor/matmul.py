@@ -112,6 +112,10 @@ def _quantized(x: Tensor, scale: Tensor | None, name: str) -> QuantizedTensor:
 
 def _check_shapes(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None) -> None:
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
-        raise ValueError(f"scaled_mm multiplies [M, K] by [K, N], found {tuple(a.shape)} and {tuple(b.shape)}")
+        turned = a.dim() == b.dim() == 2 and a.shape[1] == b.shape[1]
+        raise ValueError(
+            f"scaled_mm multiplies [M, K] by [K, N], found {tuple(a.shape)} and {tuple(b.shape)}"
+            f"{': give b.t()' if turned else ''}"
+        )
     if bias is not None and tuple(bias.shape) != (b.shape[1],):
         raise ValueError(f"bias has shape {tuple(bias.shape)}: expected [{b.shape[1]}]")

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,12 +120,14 @@ def test_a_tour_of_recipes_shows_what_each_leaves_of_the_loss_and_how_layers_sta
     recipes, changed, chosen, guarded = parts
     assert line_with("in FP8:", recipes) == "in FP8: blocks.1.fc1, blocks.1.fc2, blocks.2.fc1, blocks.2.fc2"
     assert recipes.count("high_precision_ends=(1, 1)") == 4
-    names = ("delayed", "current", "row-wise", "by block", "MXFP8", "by hand", "current, gradients rounded by chance")
+    without_wgrad = ("by hand", "row-wise, wgrad in high precision")
+    other = ("delayed", "current", "row-wise", "by block", "MXFP8", "static, calibrated")
+    names = (*without_wgrad, *other, "current, gradients rounded by chance")
     # A change of the loss by 1 % would be ten times what errors of a few per cent in four of nine layers make here.
     assert all(abs(loss(name, recipes) / loss("none", recipes) - 1) < 0.01 for name in names)
     assert len({loss(name, recipes) for name in names}) == len(names), "two recipes gave one loss"
-    for name in names:  # four layers, three products each; by hand the weight's gradient stays out
-        assert line_with(f"   {name:<38}", recipes).endswith("8, 4" if name == "by hand" else "12, 0")
+    for name in names:  # four layers, three products each
+        assert line_with(f"   {name:<38}", recipes).endswith("8, 4" if name in without_wgrad else "12, 0")
 
     assert "12 products" in line_with("from step 0 on", changed)
     assert " 0 products" in line_with("from step 30 on", changed)
@@ -135,6 +139,20 @@ def test_a_tour_of_recipes_shows_what_each_leaves_of_the_loss_and_how_layers_sta
     # Watched steps are 4, 9, ... 24: the third one with the outlier, 22 being the first.
     assert "step 22; high precision from step 25 on: blocks.1.fc2" in line_with("the outlier appears", guarded)
     assert loss("none", guarded) < loss("with a guard", guarded) < loss("without a guard", guarded)
+
+
+def test_the_tour_of_recipes_takes_one_thread_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    tour = runpy.run_path(str(ROOT / "examples" / "choosing_recipes.py"))
+    threads, before = [], torch.get_num_threads()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for part in ("compare_recipes", "change_recipe", "choose_layers", "guard_run"):
+        monkeypatch.setitem(tour["main"].__globals__, part, lambda *_: threads.append(torch.get_num_threads()))
+    torch.set_num_threads(2)
+    try:
+        tour["main"]()
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [1] * 4
 
 
 def test_training_with_cuda_graphs_says_that_there_are_none_on_a_cpu() -> None:

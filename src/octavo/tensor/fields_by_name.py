@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from typing import Any, TypeVar
 
@@ -22,24 +23,23 @@ class FieldsByName:
         Raises:
             TypeError: a value without a name, or a name that is no field's.
         """
-        if cls._takes_names_alone():
+        if _takes_names_alone(cls):
             if values:
                 raise TypeError(
                     f"{cls.__name__} takes no values without a name, found {', '.join(map(repr, values))}: fields are"
                     f" given by name, such as {cls.__name__}({cls.field_names()[0]}=...); its fields are"
                     f" {', '.join(cls.field_names())}"
                 )
+            known = _field_names(cls)
             for name in fields:
-                if name not in cls.field_names():
+                if name not in known:
                     raise TypeError(cls.no_field(name))
         return super().__new__(cls)
 
     @classmethod
     def field_names(cls) -> list[str]:
         """Of the constructor: first those that no class has which this one derives from."""
-        names = list(inspect.signature(cls.__init__).parameters)[1:]
-        inherited = {name for base in cls.__mro__[1:] for name in getattr(base, "__dataclass_fields__", ())}
-        return sorted(names, key=inherited.__contains__)
+        return list(_field_names(cls))
 
     @classmethod
     def no_field(cls, name: str) -> str:
@@ -53,17 +53,26 @@ class FieldsByName:
         return f"{message}: did you mean {close[0]}? {fields}" if close else f"{message}. {fields}"
 
     @classmethod
-    def _takes_names_alone(cls) -> bool:
-        """False for a class derived from one of these that has a constructor of its own."""
-        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-        return all(one.kind is inspect.Parameter.KEYWORD_ONLY for one in parameters)
-
-    @classmethod
     def _kin(cls) -> list[type[FieldsByName]]:
         """The others that stand beside it: derived from what it is derived from, in the same package."""
         bases = [base for base in cls.__mro__[1:] if issubclass(base, FieldsByName) and base is not FieldsByName]
         kin = [(base, other) for base in bases for other in base.__subclasses__() if other is not cls]
         return [other for base, other in kin if _package(other) == _package(base)]
+
+
+# To look into a constructor takes longer than to call it.
+@functools.cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    names = list(inspect.signature(kind.__init__).parameters)[1:]
+    inherited = {name for base in kind.__mro__[1:] for name in getattr(base, "__dataclass_fields__", ())}
+    return tuple(sorted(names, key=inherited.__contains__))
+
+
+@functools.cache
+def _takes_names_alone(kind: Any) -> bool:
+    """False for a class derived from one of these that has a constructor of its own."""
+    parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
+    return all(one.kind is inspect.Parameter.KEYWORD_ONLY for one in parameters)
 
 
 def _package(kind: type) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 Own = TypeVar("Own", bound="FieldsByName")
+Result = TypeVar("Result")
 
 
 class FieldsByName:
@@ -60,15 +62,19 @@ class FieldsByName:
         return [other for base, other in kin if _package(other) == _package(base)]
 
 
-# To look into a constructor takes longer than to call it.
-@functools.cache
+def _cached(look: Callable[[Any], Result]) -> Callable[[Any], Result]:
+    """To look into a constructor takes longer than to call it. (mypy takes no class for hashable, so Any.)"""
+    return functools.cache(look)
+
+
+@_cached
 def _field_names(kind: Any) -> tuple[str, ...]:
     names = list(inspect.signature(kind.__init__).parameters)[1:]
     inherited = {name for base in kind.__mro__[1:] for name in getattr(base, "__dataclass_fields__", ())}
     return tuple(sorted(names, key=inherited.__contains__))
 
 
-@functools.cache
+@_cached
 def _takes_names_alone(kind: Any) -> bool:
     """False for a class derived from one of these that has a constructor of its own."""
     parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]

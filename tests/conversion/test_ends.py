@@ -136,6 +136,53 @@ def test_stacks_side_by_side_have_ends_each() -> None:
     }
 
 
+def sharing(places: str) -> nn.ModuleList:
+    """Blocks by letters; the same letter is the same block."""
+    blocks = {letter: Block() for letter in places}
+    return nn.ModuleList(blocks[letter] for letter in places)
+
+
+@pytest.mark.parametrize(
+    ("places", "ends", "stays", "reason"),
+    [
+        ("abcb", (1, 1), {"0", "1"}, "1 of the 4"),
+        ("abcb", (0, 1), {"1"}, "4 of the 4 of the model, shared with block 2"),
+        ("abca", (1, 0), {"0"}, "1 of the 4 of the model, shared with block 4"),
+        ("abaca", (1, 1), {"0"}, "1 of the 5 of the model, shared with block 3 and 5"),
+        ("abbbc", (1, 1), {"0", "4"}, "1 of the 5 of the model"),
+    ],
+)
+def test_a_block_that_stands_in_several_places_counts_in_each_and_stays_if_one_is_at_an_end(
+    places: str, ends: Any, stays: set[str], reason: str
+) -> None:
+    model = sharing(places)
+    report = octavo.convert(model, high_precision_ends=ends)
+    assert {name.split(".")[0] for name in kept(report)} == stays
+    assert report.skipped[0].reason.startswith(f"high_precision_ends={ends}: block {reason}")
+    assert type(model[-1].attention) is nn.Linear or ends == (1, 0)
+    # A block is one set of layers, wherever it stands.
+    assert len(kept(report)) == 3 * len(stays)
+    assert len(report.layers) == 3 * len(set(places))
+
+
+def test_a_layer_that_blocks_share_stays_if_one_of_them_is_at_an_end() -> None:
+    model = nn.ModuleList(Block() for _ in range(4))
+    model[3].attention = model[1].attention
+    report = octavo.convert(model, high_precision_ends=(0, 1))
+    assert kept(report) == ["1.attention", "3.mlp.0", "3.mlp.2"]
+
+
+def test_shared_ends_that_leave_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"the 4 blocks of the model \(one that stands in several places counts in"):
+        octavo.convert(sharing("abab"), high_precision_ends=1)
+
+
+def test_one_block_in_all_places_is_counted_by_its_layers() -> None:
+    report = octavo.convert(sharing("aaaa"), high_precision_ends=1)
+    assert [row.name for row in report.converted] == ["0.mlp.0"]
+    assert report.layers[0].reason == "high_precision_ends=(1, 1): layer 1 of the 3 linear layers"
+
+
 def test_octavos_own_layers_are_blocks_too() -> None:
     model = nn.ModuleList(octavo.TransformerLayer(32, 64, 2) for _ in range(3))
     report = octavo.convert(model, CurrentScaling(), high_precision_ends=1)

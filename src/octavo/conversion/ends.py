@@ -3,16 +3,18 @@
 A stack is an `nn.ModuleList`, or the entries of an `nn.Sequential` that are of its most frequent class, of which two or
 more hold linear layers. Its entries are the blocks. Where an entry has linear layers in lists of its own and no others,
 as a stage of Swin or ConvNeXt, the entries are stages, and the blocks of all of them are counted in one. The experts
-within a block are no blocks. Several stacks side by side, an encoder and a decoder, have ends each.
+within a block are no blocks. Several stacks side by side, an encoder and a decoder, have ends each. A block that stands
+in several places counts in each, and stays in high precision if one of them is at an end; a layer that several blocks
+share likewise.
 
-A model without a stack has no blocks to count: there it is the linear layers that could be converted, in the order of
-their definition.
+A model without a stack has no blocks to count, nor has one whose blocks are all the same one: there it is the linear
+layers that could be converted, each once, in the order of their definition.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -23,9 +25,9 @@ _LAYERS = "linear layers"
 
 
 class _Stack(NamedTuple):
-    """What is counted: names of blocks, or of layers, in their order; and what they are called."""
+    """What is counted: of each block, or layer, in their order, the names of its layers; and what they are called."""
 
-    blocks: tuple[str, ...]
+    blocks: tuple[tuple[str, ...], ...]
     unit: str
 
 
@@ -40,13 +42,15 @@ def checked_ends(ends: Any) -> Ends:
     return pair
 
 
-def end_reasons(model: nn.Module, names: list[str], free: list[str], ends: Ends) -> dict[str, list[str]]:
+def end_reasons(
+    model: nn.Module, layers: Iterable[tuple[str, nn.Module]], free: list[str], ends: Ends
+) -> dict[str, list[str]]:
     """Of the layers at the ends of a model, by name, why they stay in high precision.
 
     Args:
         model: the model.
-        names: of its linear layers, in their order.
-        free: of those that could be converted.
+        layers: its linear layers with their names, each once.
+        free: names of those that could be converted, in their order.
         ends: (first, last).
 
     Raises:
@@ -55,69 +59,106 @@ def end_reasons(model: nn.Module, names: list[str], free: list[str], ends: Ends)
     if ends == NO_ENDS or not free:
         return {}
     reasons: dict[str, list[str]] = {}
-    left = False
-    stacks = list(_stacks(model, names)) or [_Stack(tuple(free), _LAYERS)]
+    # A list that two modules share is one stack.
+    stacks = list(dict.fromkeys(_stacks(model, _Layers(model, layers))))
+    stacks = stacks or [_Stack(tuple((name,) for name in free), _LAYERS)]
     for stack in stacks:
-        number = len(stack.blocks)
-        left = left or sum(ends) < number
-        what = "layer" if stack.unit is _LAYERS else "block"
-        for position, block in enumerate(stack.blocks):
-            if position < ends[0] or position >= number - ends[1]:
-                of = stack.unit.removeprefix("blocks ")
-                reason = f"high_precision_ends={ends}: {what} {position + 1} of the {number} {of}"
-                reasons |= {name: [reason] for name in names if _is_within(name, block)}
-    if not left:
-        counted = " and ".join(f"the {len(stack.blocks)} {stack.unit}" for stack in stacks)
+        for name, positions in _positions(stack).items():
+            reason = _reason(stack, positions, ends)
+            if reason:
+                reasons.setdefault(name, [reason])
+    counted = {name for stack in stacks for block in stack.blocks for name in block}
+    if counted <= reasons.keys():
+        what = " and ".join(f"the {len(stack.blocks)} {stack.unit}" for stack in stacks)
+        shared = any(len(places) > 1 for stack in stacks for places in _positions(stack).values())
+        note = " (one that stands in several places counts in each)" if shared else ""
         raise ValueError(
-            f"high_precision_ends is {ends}: that is all of {counted}, and nothing would be left for FP8. Leave one or"
-            " more between the ends, or the whole model as it is"
+            f"high_precision_ends is {ends}: that is all of {what}{note}, and nothing would be left for FP8. Leave one"
+            " or more between the ends, or the whole model as it is"
         )
     return reasons
 
 
-def _stacks(module: nn.Module, names: list[str], prefix: str = "", least: int = 2) -> Iterator[_Stack]:
-    """The outermost stacks, of `least` blocks or more, of a module which lies at `prefix` in the model."""
-    entries = _entries(module, prefix, names)
-    if len(entries) < least:
-        for name, child in module.named_children():
-            if any(_is_within(one, prefix + name) for one in names):
-                yield from _stacks(child, names, f"{prefix}{name}.", least)
+def _positions(stack: _Stack) -> dict[str, list[int]]:
+    """Where each layer stands, by its name."""
+    found: dict[str, list[int]] = {}
+    for position, block in enumerate(stack.blocks):
+        for name in block:
+            found.setdefault(name, []).append(position)
+    return found
+
+
+def _reason(stack: _Stack, positions: list[int], ends: Ends) -> str:
+    """Why a layer that stands at some positions of a stack stays in high precision; empty if none is at an end."""
+    number = len(stack.blocks)
+    at_ends = [position for position in positions if position < ends[0] or position >= number - ends[1]]
+    if not at_ends:
+        return ""
+    what = "layer" if stack.unit is _LAYERS else "block"
+    also = " and ".join(str(position + 1) for position in positions if position != at_ends[0])
+    return (
+        f"high_precision_ends={ends}: {what} {at_ends[0] + 1} of the {number} {stack.unit.removeprefix('blocks ')}"
+        f"{f', shared with {what} {also}' if also else ''}"
+    )
+
+
+class _Layers:
+    """The linear layers of a model, by the modules that hold them, wherever those stand.
+
+    Args:
+        model: the model.
+        layers: with their names, each once.
+    """
+
+    def __init__(self, model: nn.Module, layers: Iterable[tuple[str, nn.Module]]) -> None:
+        self._names = {id(layer): name for name, layer in layers}
+        self._modules: dict[int, str] = {id(module): name for name, module in model.named_modules()}
+
+    def name(self, module: nn.Module) -> str:
+        """Of a module of the model; where it stands in several places, the first."""
+        return self._modules[id(module)]
+
+    def within(self, module: nn.Module) -> tuple[str, ...]:
+        """Names of the layers that a module is or holds."""
+        return tuple(self._names[id(one)] for one in module.modules() if id(one) in self._names)
+
+    def are_held(self, module: nn.Module) -> bool:
+        """True if a module holds one, not counting what it is itself."""
+        return any(name != self.name(module) for name in self.within(module))
+
+
+def _stacks(module: nn.Module, layers: _Layers, least: int = 2) -> Iterator[_Stack]:
+    """The outermost stacks of a module, of `least` different blocks or more."""
+    entries = _entries(module, layers)
+    if len({id(entry) for entry in entries}) < least:
+        for child in module.children():
+            yield from _stacks(child, layers, least)
         return
-    where = prefix.removesuffix(".") or "the model"
-    inner = [list(_stacks(entry, names, f"{name}.", 1)) for name, entry in entries.items()]
-    own = [_outside(name, stacks, names) for (name, _), stacks in zip(entries.items(), inner, strict=True)]
-    if any(stacks and not layers for stacks, layers in zip(inner, own, strict=True)):
+    where = layers.name(module) or "the model"
+    own = [layers.within(entry) for entry in entries]
+    inner = [list(_stacks(entry, layers, 1)) for entry in entries]
+    if any(stacks and not _outside(names, stacks) for names, stacks in zip(own, inner, strict=True)):
         # Stages: what they hold beside their blocks belongs to no block.
-        blocks = (
-            stack.blocks if stacks else (name,)
-            for (name, _), stacks in zip(entries.items(), inner, strict=True)
-            for stack in stacks or [_Stack((name,), "")]
-        )
-        yield _Stack(tuple(block for group in blocks for block in group), f"blocks in the stages of {where}")
+        groups = [stacks or [_Stack((names,), "")] for names, stacks in zip(own, inner, strict=True)]
+        blocks = tuple(block for group in groups for stack in group for block in stack.blocks)
+        yield _Stack(blocks, f"blocks in the stages of {where}")
         return
-    yield _Stack(tuple(entries), f"blocks of {where}")
+    yield _Stack(tuple(own), f"blocks of {where}")
 
 
-def _entries(module: nn.Module, prefix: str, names: list[str]) -> dict[str, nn.Module]:
-    """The entries of a list that may be blocks, by name: those that hold linear layers and are none themselves."""
+def _entries(module: nn.Module, layers: _Layers) -> list[nn.Module]:
+    """The entries of a list that may be blocks: those that hold linear layers and are none themselves."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
-        return {}
-    held = {
-        prefix + name: child
-        for name, child in module.named_children()
-        if any(one.startswith(f"{prefix}{name}.") for one in names)
-    }
+        return []
+    # `named_children` would give an entry that stands in several places once.
+    children: list[nn.Module | None] = list(module._modules.values())
+    held = [child for child in children if child is not None and layers.are_held(child)]
     if isinstance(module, nn.Sequential) and held:
-        [(kind, _)] = Counter(type(child) for child in held.values()).most_common(1)
-        held = {name: child for name, child in held.items() if type(child) is kind}
+        [(kind, _)] = Counter(type(child) for child in held).most_common(1)
+        held = [child for child in held if type(child) is kind]
     return held
 
 
-def _outside(block: str, stacks: list[_Stack], names: list[str]) -> list[str]:
+def _outside(names: tuple[str, ...], stacks: list[_Stack]) -> set[str]:
     """The layers of a block that lie in none of its own stacks."""
-    inner = [one for stack in stacks for one in stack.blocks]
-    return [name for name in names if _is_within(name, block) and not any(_is_within(name, one) for one in inner)]
-
-
-def _is_within(name: str, block: str) -> bool:
-    return name == block or name.startswith(f"{block}.")
+    return set(names) - {name for stack in stacks for block in stack.blocks for name in block}

@@ -69,7 +69,7 @@ def candidates(model: nn.Module, selection: Selection, recipe: Recipe | None = N
         out_features, in_features = _extents(module)
         found.append(Candidate(name, module, in_features, out_features, _structure_reasons(module, never_called)))
     free = [layer.name for layer in found if not layer.reasons]
-    at_ends = end_reasons(model, [layer.name for layer in found], free, selection.ends)
+    at_ends = end_reasons(model, [(layer.name, layer.module) for layer in found], free, selection.ends)
     for name, module, in_features, out_features, reasons in found:
         if not reasons:
             reasons += _choice_reasons(name, module, selection) or at_ends.get(name, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -91,6 +92,42 @@ def test_an_end_that_was_converted_stays_so_and_the_report_says_so() -> None:
     model = stack(3)
     octavo.convert(model, CurrentScaling(), filter="all", high_precision_ends=1)
     assert not any("converted before" in layer.reason for layer in freeze(model, high_precision_ends=1).left)
+
+
+MADE: dict[str, Callable[[], nn.Module]] = {
+    "GPT-2": lambda: MODELS["GPT-2"](layers=6),
+    "Llama": lambda: MODELS["Llama"](layers=6),
+    "blocks": lambda: stack(6),
+    "MLPs of Octavo's": lambda: nn.Sequential(*(octavo.LayerNormMLP(16, 32) for _ in range(6))),
+    "experts": lambda: nn.ModuleList(octavo.GroupedLinear(2, 16, 32) for _ in range(6)),
+    "MLPs that are fused": lambda: nn.Sequential(
+        *(block.mlp for block in MODELS["GPT-2"](layers=6).transformer.h)  # type: ignore[attr-defined]
+    ),
+    "layers": lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(6))),
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_what_is_frozen_already_counts(made: str) -> None:
+    # The same once more changes nothing.
+    model = MADE[made]().eval()
+    first = freeze(model, high_precision_ends=1)
+    with pytest.warns(UserWarning, match=r"replaced nothing: .* of the 6 "):
+        second = freeze(model, high_precision_ends=1)
+    assert second == []
+    assert at_ends(second.left) == at_ends(first.left)
+    # What is left between ends that are frozen is no end.
+    model = MADE[made]().eval()
+    ends = freeze(model, exclude=[rf"^{re.escape(name)}($|\.)" for name in first])
+    assert set(at_ends(first.left)) <= set(ends)
+    assert freeze(model, high_precision_ends=1) == first
+
+
+def test_convert_counts_what_is_frozen_too() -> None:
+    model = stack(6)
+    freeze(model, exclude=r"^[1-4]\.")
+    report = octavo.convert(model, CurrentScaling(), filter="all", high_precision_ends=1)
+    assert {row.name[0] for row in report.converted} == set("1234")
 
 
 @pytest.mark.parametrize("ends", [-1, True, (1,), None])

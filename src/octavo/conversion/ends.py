@@ -5,7 +5,7 @@ more hold linear layers. Its entries are the blocks. Where an entry has linear l
 as a stage of Swin or ConvNeXt, the entries are stages, and the blocks of all of them are counted in one. The experts
 within a block are no blocks. Several stacks side by side, an encoder and a decoder, have ends each. A block that stands
 in several places counts in each, and stays in high precision if one of them is at an end; a layer that several blocks
-share likewise.
+share likewise. Layers for serving count as what they were before (`CountedLayer`).
 
 A model without a stack has no blocks to count, nor has one whose blocks are all the same one: there it is the linear
 layers that could be converted, each once, in the order of their definition.
@@ -19,9 +19,25 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from octavo.conversion.joined_mlp import JoinedMLP
+
 Ends = tuple[int, int]
 NO_ENDS: Ends = (0, 0)
 _LAYERS = "linear layers"
+
+
+class CountedLayer:
+    """A form of linear layers that cannot be converted, and counts as the layers that it was made of.
+
+    Attributes:
+        counted_class: what it was.
+    """
+
+    counted_class: type[nn.Module] = nn.Linear
+
+    def counted_parts(self) -> tuple[str, ...]:
+        """What the names of those layers add to its own."""
+        return ("",)
 
 
 class _Stack(NamedTuple):
@@ -43,25 +59,27 @@ def checked_ends(ends: Any) -> Ends:
 
 
 def end_reasons(
-    model: nn.Module, layers: Iterable[tuple[str, nn.Module]], free: list[str], ends: Ends
+    model: nn.Module, layers: Iterable[tuple[str, nn.Module]], free: Iterable[str], ends: Ends
 ) -> dict[str, list[str]]:
     """Of the layers at the ends of a model, by name, why they stay in high precision.
 
     Args:
         model: the model.
         layers: its linear layers with their names, each once.
-        free: names of those that could be converted, in their order.
+        free: names of those that could be converted.
         ends: (first, last).
 
     Raises:
         ValueError: nothing is left between the ends.
     """
-    if ends == NO_ENDS or not free:
+    could = set(free)
+    if ends == NO_ENDS or not could:
         return {}
     reasons: dict[str, list[str]] = {}
+    held = _Layers(model, layers)
     # A list that two modules share is one stack.
-    stacks = list(dict.fromkeys(_stacks(model, _Layers(model, layers))))
-    stacks = stacks or [_Stack(tuple((name,) for name in free), _LAYERS)]
+    stacks = list(dict.fromkeys(_stacks(model, held)))
+    stacks = stacks or [_Stack(tuple((name,) for name in held.within(model) if name in could | held.others), _LAYERS)]
     for stack in stacks:
         for name, positions in _positions(stack).items():
             reason = _reason(stack, positions, ends)
@@ -107,12 +125,21 @@ class _Layers:
 
     Args:
         model: the model.
-        layers: with their names, each once.
+        layers: with their names, each once; those that a `CountedLayer` was made of come beside them.
+
+    Attributes:
+        others: names of these.
     """
 
     def __init__(self, model: nn.Module, layers: Iterable[tuple[str, nn.Module]]) -> None:
-        self._names = {id(layer): name for name, layer in layers}
-        self._modules: dict[int, str] = {id(module): name for name, module in model.named_modules()}
+        self._names = {id(layer): (name,) for name, layer in layers}
+        self._modules: dict[int, str] = {}
+        self.others: set[str] = set()
+        for name, module in model.named_modules():
+            self._modules[id(module)] = name
+            if isinstance(module, CountedLayer):
+                self._names[id(module)] = tuple(name + part for part in module.counted_parts())
+                self.others.update(self._names[id(module)])
 
     def name(self, module: nn.Module) -> str:
         """Of a module of the model; where it stands in several places, the first."""
@@ -120,7 +147,7 @@ class _Layers:
 
     def within(self, module: nn.Module) -> tuple[str, ...]:
         """Names of the layers that a module is or holds."""
-        return tuple(self._names[id(one)] for one in module.modules() if id(one) in self._names)
+        return tuple(name for one in module.modules() for name in self._names.get(id(one), ()))
 
     def are_held(self, module: nn.Module) -> bool:
         """True if a module holds one, not counting what it is itself."""
@@ -154,9 +181,16 @@ def _entries(module: nn.Module, layers: _Layers) -> list[nn.Module]:
     children: list[nn.Module | None] = list(module._modules.values())
     held = [child for child in children if child is not None and layers.are_held(child)]
     if isinstance(module, nn.Sequential) and held:
-        [(kind, _)] = Counter(type(child) for child in held).most_common(1)
-        held = [child for child in held if type(child) is kind]
+        [(kind, _)] = Counter(_class_before(child) for child in held).most_common(1)
+        held = [child for child in held if _class_before(child) is kind]
     return held
+
+
+def _class_before(module: nn.Module) -> type[nn.Module]:
+    """The class of a module before it was fused, or made a layer for serving."""
+    if isinstance(module, CountedLayer):
+        return module.counted_class
+    return module.fused_from if isinstance(module, JoinedMLP) else type(module)
 
 
 def _outside(names: tuple[str, ...], stacks: list[_Stack]) -> set[str]:

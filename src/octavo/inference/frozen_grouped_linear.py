@@ -21,6 +21,7 @@ from octavo.inference.frozen_layer import FrozenLayer, Product
 from octavo.inference.scheme import Scheme
 from octavo.modules.fixed_product import refusing_gradient
 from octavo.modules.given_input import check_input
+from octavo.modules.grouped_linear import GroupedLinear
 from octavo.modules.layernorm_linear import fp8_dtype
 
 
@@ -33,6 +34,8 @@ class FrozenGroupedLinear(FrozenLayer):
         scheme: granularities, and whether activations are static.
         input_scales: of each expert's tokens, for a static scheme.
     """
+
+    counted_class = GroupedLinear
 
     def __init__(
         self,
@@ -49,6 +52,10 @@ class FrozenGroupedLinear(FrozenLayer):
         self.out_features, self.in_features = weights[0].shape
         for product, weight, bias, scale in zip(names, weights, biases, input_scales, strict=True):
             self.hold(product, weight, bias, scale)
+
+    def counted_parts(self) -> tuple[str, ...]:
+        """Those of its experts."""
+        return tuple(f".expert{number}" for number in range(self.num_gemms))
 
     def forward(self, x: Tensor, m_splits: Sequence[int] | Tensor, *, cached_weight: Any = None) -> Tensor:
         """y [..., out_features].

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo.conversion.ends import CountedLayer
 from octavo.formats import E4M3
 from octavo.inference.known_scales import KnownScales
 from octavo.inference.scheme import Scheme
@@ -58,7 +59,7 @@ class Product(NamedTuple):
         return cls(*(f"{prefix}{name}" for name in cls._fields))
 
 
-class FrozenLayer(FixedWeights):
+class FrozenLayer(FixedWeights, CountedLayer):
     """FP8 weights, FP8 activations, no training.
 
     Args:

@@ -23,7 +23,7 @@ from octavo.inference.frozen_layernorm_linear import handed_out, hold_norm
 from octavo.inference.scheme import Scheme
 from octavo.modules.given_input import check_input
 from octavo.modules.layernorm_linear import NormalisedInput, fp8_dtype
-from octavo.modules.layernorm_mlp import ACTIVATIONS
+from octavo.modules.layernorm_mlp import ACTIVATIONS, LayerNormMLP
 
 _BUFFERS = Product.prefixed("fc1_"), Product.prefixed("fc2_")
 
@@ -38,6 +38,8 @@ class FrozenLayerNormMLP(FrozenLayer, NormalisedInput):
         scheme: granularities, and whether activations are static.
         input_scales: of n and of f(z), for a static scheme.
     """
+
+    counted_class = LayerNormMLP
 
     def __init__(
         self,
@@ -54,6 +56,10 @@ class FrozenLayerNormMLP(FrozenLayer, NormalisedInput):
         hold_norm(self, layer)
         for names, weight, bias, scale in zip(_BUFFERS, weights, biases, input_scales, strict=True):
             self.hold(names, weight, bias, scale)
+
+    def counted_parts(self) -> tuple[str, ...]:
+        """Those of its two products."""
+        return ".fc1", ".fc2"
 
     def forward(self, x: Tensor, *, cached_weight: Any = None) -> Tensor | tuple[Tensor, Tensor]:
         """y [..., hidden_size]; with `return_layernorm_output` (y, n [..., hidden_size]).

@@ -574,6 +574,17 @@ def test_betas_that_change_end_it_with_a_warning() -> None:
         optimizer.step()
 
 
+def test_the_same_betas_as_a_list_change_nothing() -> None:
+    model = converted()
+    optimizer = torch.optim.AdamW(model.parameters())
+    octavo.predict_weight_scales(model, optimizer)
+    optimizer.param_groups[0]["betas"] = list(optimizer.param_groups[0]["betas"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step_of_ones(optimizer)
+    assert bound_of(model[0]) > model[0].weight.abs().max().item()
+
+
 def test_a_model_that_is_cast_after_is_refused_with_the_remedy() -> None:
     model = network()
     octavo.convert(model, CurrentScaling())

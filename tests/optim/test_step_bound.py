@@ -75,6 +75,14 @@ def test_decay_shrinks_unless_it_overshoots() -> None:
     assert factor(torch.optim.AdamW, torch.tensor(1.0), 3.0).item() == 2.0
 
 
+@pytest.mark.parametrize("lr", [-0.1, torch.tensor(-0.1)])
+def test_a_rate_below_zero_moves_a_weight_as_far(lr: Any) -> None:
+    group = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.1, weight_decay=0.5).param_groups[0]
+    forward, back = (adam_step(group | {"lr": rate}, torch.float32) for rate in (0.1, lr))
+    assert float(back.added) == pytest.approx(float(forward.added))
+    assert float(back.factor) == pytest.approx(1.05), "decay grows the weight then"
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -209,7 +209,7 @@ class PredictedWeightScales:
         for bound, group in zip(table.bounds, groups, strict=True):
             if group < 0:
                 continue
-            now = optimizer.param_groups[group]["betas"], optimizer.param_groups[group]["eps"]
+            now = tuple(optimizer.param_groups[group]["betas"]), optimizer.param_groups[group]["eps"]
             before = self._betas.setdefault(bound, now)
             if before != now:
                 warnings.warn(

@@ -93,7 +93,8 @@ def adam_step(group: Mapping[str, Any], dtype: torch.dtype) -> Step:
     b1, b2 = group["betas"]
     if isinstance(b1, Tensor) or isinstance(b2, Tensor):
         raise NoBoundError(_BETAS_ARE_TENSORS)
-    added = lr * (adam_factor(b1, b2, group["eps"], dtype) * (1 + _rounding(dtype)))
+    # With a rate below 0 a step goes the other way, as far.
+    added = abs(lr) * (adam_factor(b1, b2, group["eps"], dtype) * (1 + _rounding(dtype)))
     if not (decay and group.get("decoupled_weight_decay")):
         return Step(1.0, added)
     shrinks = 1 - lr * decay

@@ -323,6 +323,36 @@ def test_a_thawed_weight_in_a_group_without_a_bound_is_measured_after_each_step_
     model(torch.randn(4, 32)).sum().backward()
 
 
+@pytest.mark.parametrize("case", NO_BOUND)
+def test_a_group_that_is_put_right_after_its_first_step_ends_nothing(case: str) -> None:
+    options, _ = NO_BOUND[case]
+    model = converted()
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[2].parameters(), 1e-3, foreach=False)
+    predicted = octavo.predict_weight_scales(model, optimizer, every=2)
+    optimizer.add_param_group({"params": [model[0].weight.requires_grad_()]} | options)
+    with pytest.warns(UserWarning, match=r"predicted too, remove\(\) the prediction, make the optimizer anew"):
+        step_of_ones(optimizer)
+    optimizer.param_groups[1].update(betas=(0.9, 0.999), eps=1e-8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(6):
+            step_of_ones(optimizer)
+            # Its moments are of both.
+            assert bound_of(model[0]) == model[0].weight.abs().max().item()
+            assert_nothing_saturates(model)
+        assert bound_of(model[2]) > model[2].weight.abs().max().item()
+        assert predicted.layers == ["2"]
+        assert list(predicted.left) == ["0"]
+        # What the warning says.
+        predicted.remove()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        predicted = octavo.predict_weight_scales(model, optimizer)
+        step_of_ones(optimizer)
+    assert predicted.layers == ["0", "2"]
+    assert bound_of(model[0]) > model[0].weight.abs().max().item()
+
+
 def test_a_group_without_a_bound_is_refused_at_the_call() -> None:
     model = converted()
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "betas": (0.97, 0.9)}]

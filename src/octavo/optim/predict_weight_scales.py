@@ -46,8 +46,8 @@ def predict_weight_scales(
     rates are read from the param groups at each step. A weight that changed otherwise (`load_state_dict`, an edit,
     another optimizer) is measured anew at its next forward, in compiled code at the next step: call `measure()` after
     an edit there. A write through `weight.data` leaves no trace; call `measure()` as well. A frozen weight that is
-    trained later follows its param group; where no bound of that is known, it is measured after each step, with a
-    warning.
+    trained later follows its param group; where no bound of that is known, it is measured after each step from then on,
+    with a warning.
 
     Args:
         model: converted, on its device and in its dtype.
@@ -91,7 +91,7 @@ class PredictedWeightScales:
         """As `predict_weight_scales`, whose arguments they are."""
         self._every, self._step_bound, self._steps = every, step_bound, 0
         self._optimizer = weakref.ref(optimizer)
-        # Of each weight, those of its moments.
+        # Of each weight whose steps have a bound, those of its moments.
         self._betas: dict[WeightBound, tuple[Any, Any]] = {}
         self._edited: list[WeightBound] = []
         self._before: list[_Seen] = []
@@ -169,8 +169,8 @@ class PredictedWeightScales:
         """What a step would do to each table as things are; if there is no telling nothing, and the prediction ends."""
         indices, seen = group_indices(optimizer), []
         for table in self._tables:
-            groups = [group_of(bound.layer, indices) for bound in table.bounds]
-            if self._step_bound is None and self._betas_changed(optimizer, table, groups):
+            groups = [self._group(bound, indices) for bound in table.bounds]
+            if self._betas_changed(optimizer, table, groups):
                 self._end()
                 return []
             steps = {}
@@ -179,8 +179,14 @@ class PredictedWeightScales:
                     steps[index] = self._step(optimizer.param_groups[index], table)
                 except NoBoundError as error:
                     groups = self._without_bound(table, groups, index, str(error))
+            self._note_betas(optimizer, table, groups)
             seen.append(_Seen(groups, steps))
         return seen
+
+    def _group(self, bound: WeightBound, indices: dict[int, int]) -> int:
+        """The group of a weight; MEASURED for good once it was in one without a bound, which its moments are of."""
+        group = group_of(bound.layer, indices)
+        return MEASURED if group >= 0 and self._names[bound] in self.left else group
 
     def _step(self, group: dict[str, Any], table: BoundTable) -> Step:
         if self._step_bound is not None:
@@ -190,16 +196,16 @@ class PredictedWeightScales:
     def _without_bound(self, table: BoundTable, groups: list[int], index: int, why: str) -> list[int]:
         """The groups of a table with MEASURED for one; a warning is given of each of its weights, once."""
         for bound, group in zip(table.bounds, groups, strict=True):
-            name = self._names[bound]
-            if group != index or name in self.left:
+            if group != index:
                 continue
+            name = self._names[bound]
             self.layers.remove(name)
             self.left[name] = f"no bound is known of the steps of param group {index}: {why}"
             warnings.warn(
                 f"octavo.predict_weight_scales: the weight of {name or '(root)'} was frozen, and is trained now in"
-                f" param group {index}, of whose steps no bound is known: {why}. It is measured after each step, which"
-                " reads it once more; the other weights stay predicted. Put that right before its first step to have it"
-                " predicted too",
+                f" param group {index}, of whose steps no bound is known: {why}. It is measured after each step from"
+                " now on, which reads it once more; the other weights stay predicted. To have it predicted too,"
+                " remove() the prediction, make the optimizer anew with a bound for this group, and call it anew",
                 stacklevel=5,
             )
         return [MEASURED if group == index else group for group in groups]
@@ -207,10 +213,10 @@ class PredictedWeightScales:
     def _betas_changed(self, optimizer: torch.optim.Optimizer, table: BoundTable, groups: list[int]) -> bool:
         """True, with a warning, if a weight has moments of two kinds."""
         for bound, group in zip(table.bounds, groups, strict=True):
-            if group < 0:
+            before = self._betas.get(bound)
+            if group < 0 or before is None:
                 continue
-            now = tuple(optimizer.param_groups[group]["betas"]), optimizer.param_groups[group]["eps"]
-            before = self._betas.setdefault(bound, now)
+            now = _betas_of(optimizer.param_groups[group])
             if before != now:
                 warnings.warn(
                     f"octavo.predict_weight_scales: betas and eps changed from {before} to {now}, and no bound is known"
@@ -220,6 +226,12 @@ class PredictedWeightScales:
                 )
                 return True
         return False
+
+    def _note_betas(self, optimizer: torch.optim.Optimizer, table: BoundTable, groups: list[int]) -> None:
+        """Keep those of which there is a bound, of the moments that each weight will have."""
+        for bound, group in zip(table.bounds, groups, strict=True):
+            if group >= 0 and self._step_bound is None:
+                self._betas.setdefault(bound, _betas_of(optimizer.param_groups[group]))
 
     def _before_step(self, optimizer: Any, *arguments: Any) -> None:
         if self._over:
@@ -276,6 +288,11 @@ class _Seen(NamedTuple):
 
     groups: list[int]
     steps: dict[int, Step]
+
+
+def _betas_of(group: dict[str, Any]) -> tuple[Any, Any]:
+    """What moments depend on, and how they are used; betas alike whether they are a tuple or a list."""
+    return tuple(group["betas"]), group["eps"]
 
 
 # Those that are alive, for what is called after the steps of all optimizers: it is there once, and holds nothing.

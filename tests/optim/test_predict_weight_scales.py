@@ -356,7 +356,7 @@ def test_a_group_that_is_put_right_after_its_first_step_ends_nothing(case: str) 
 def test_a_group_without_a_bound_is_refused_at_the_call() -> None:
     model = converted()
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "betas": (0.97, 0.9)}]
-    with pytest.raises(ValueError, match=r"betas are \(0.97, 0.9\): updates are bounded only"):
+    with pytest.raises(ValueError, match=r"steps of param group 1: betas are \(0.97, 0.9\): updates are bounded only"):
         octavo.predict_weight_scales(model, torch.optim.AdamW(groups))
     assert all(layer.delayed_state.weight_bound is None for layer in (model[0], model[2]))
 
@@ -587,6 +587,66 @@ def test_a_given_bound_for_another_optimizer() -> None:
     assert bound_of(model[0]) < model[0].weight.abs().max().item() + 31e-2
 
 
+def lion(group: Any) -> Any:
+    return group.get("bound", group["lr"])
+
+
+def test_a_thawed_weight_of_whose_group_step_bound_knows_no_bound_is_measured() -> None:
+    model = converted()
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model[2].parameters(), 1e-2)
+    predicted = octavo.predict_weight_scales(model, optimizer, every=1000, step_bound=lion)
+    optimizer.add_param_group({"params": [model[0].weight.requires_grad_()], "bound": None})
+    message = r"weight of 0 was frozen, and is trained now in param group 1, .*: step_bound returned None .*give it a"
+    with pytest.warns(UserWarning, match=message) as caught:
+        step_of_ones(optimizer)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            step_of_ones(optimizer)
+            assert bound_of(model[0]) == model[0].weight.abs().max().item()
+            assert bound_of(model[2]) > model[2].weight.abs().max().item()
+        # One that comes later is taken by a new call.
+        optimizer.param_groups[1]["bound"] = 1e-2
+        step_of_ones(optimizer)
+        assert predicted.layers == ["2"]
+        assert list(predicted.left) == ["0"]
+        predicted.remove()
+        predicted = octavo.predict_weight_scales(model, optimizer, every=1000, step_bound=lion)
+        step_of_ones(optimizer)
+    assert sorted(predicted.layers) == ["0", "2"]
+    assert bound_of(model[0]) > model[0].weight.abs().max().item()
+
+
+def test_a_weight_of_whose_group_step_bound_knows_no_bound_any_more_was_not_frozen() -> None:
+    model = converted()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    octavo.predict_weight_scales(model, optimizer, every=1000, step_bound=lion)
+    step_of_ones(optimizer)
+    optimizer.param_groups[0]["bound"] = None
+    with pytest.warns(UserWarning, match="the weight of [02] is trained in param group 0, of whose steps no bound is"):
+        step_of_ones(optimizer)
+    for layer in (model[0], model[2]):
+        assert bound_of(layer) == layer.weight.abs().max().item()
+
+
+@pytest.mark.parametrize("bound", [-1.0, True, float("nan"), torch.ones(2)], ids=repr)
+def test_what_step_bound_gives_for_a_thawed_group_is_checked_before_the_step(bound: Any) -> None:
+    model = converted()
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model[2].parameters(), 1e-2)
+    octavo.predict_weight_scales(model, optimizer, step_bound=lion)
+    optimizer.add_param_group({"params": [model[0].weight.requires_grad_()], "bound": bound})
+    before = model[2].weight.detach().clone()
+    with pytest.raises(ValueError, match=r"step_bound returned .* for param group 1: expected the largest change"):
+        step_of_ones(optimizer)
+    assert torch.equal(model[2].weight, before)
+    optimizer.param_groups[1]["bound"] = 1e-2
+    step_of_ones(optimizer)
+    assert_nothing_saturates(model)
+
+
 def test_betas_that_change_end_it_with_a_warning() -> None:
     model = network()
     octavo.convert(model, CurrentScaling())
@@ -628,6 +688,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "SGD": (lambda: octavo.predict_weight_scales(m := converted(), torch.optim.SGD(m.parameters())), ValueError, "SGD"),
     "no optimizer": (lambda: octavo.predict_weight_scales(converted(), None), TypeError, "optimizer is a NoneType"),  # type: ignore[arg-type]
     "every 0": (lambda: predicted(converted(), every=0), ValueError, "every is 0"),
+    "None": (
+        lambda: predicted(converted(), step_bound=lambda group: None),
+        ValueError,
+        "steps of param group 0: step_bound returned None",
+    ),
     "no function": (lambda: predicted(converted(), step_bound=0.1), ValueError, "step_bound is 0.1"),
     "row": (
         lambda: predicted(converted(RowwiseScaling())),

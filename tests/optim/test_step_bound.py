@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.optim.step_bound import adam_factor, adam_step, check_known, given_step
+from octavo.optim.step_bound import NoBoundError, Step, adam_factor, adam_step, check_known, given_step
 
 BETAS = [(0.9, 0.999), (0.9, 0.95), (0.95, 0.98), (0.0, 0.5), (0.5, 0.9999)]
 
@@ -114,7 +115,38 @@ def test_what_has_no_bound_is_refused(arguments: Any, message: str) -> None:
         adam_factor(*arguments)
 
 
-@pytest.mark.parametrize("returned", [None, -1.0, float("inf"), float("nan"), "1"])
+def given(returned: Any) -> Step:
+    return given_step(lambda group: returned, {}, 3, torch.float32, torch.device("cpu"))
+
+
+NO_NUMBERS = [
+    *(-1.0, float("inf"), float("nan"), "1", True, 1j),
+    *(torch.tensor(value) for value in (-1.0, float("inf"), float("nan"), True, [0.1, 0.2], [], 1j)),
+    torch.zeros((), device="meta"),
+]
+
+
+@pytest.mark.parametrize("returned", NO_NUMBERS, ids=repr)
 def test_a_given_bound_that_is_none_is_refused(returned: Any) -> None:
-    with pytest.raises(ValueError, match=f"step_bound returned {returned!r}"):
-        given_step(lambda group: returned, {}, torch.float32)
+    what = f"step_bound returned {re.escape(repr(returned))} for param group 3"
+    with pytest.raises(ValueError, match=f"{what}: expected .* of 0 or more.* Return that") as caught:
+        given(returned)
+    assert not isinstance(caught.value, NoBoundError)
+
+
+@pytest.mark.parametrize("returned", [0, 1, 0.25, torch.tensor(0.25), torch.tensor([0.25]), torch.tensor(1)])
+def test_a_given_bound_may_be_a_number_or_a_tensor_of_one(returned: Any) -> None:
+    assert float(given(returned).added) == pytest.approx(float(returned))
+
+
+def test_a_given_bound_on_the_device_of_the_weights_is_not_waited_for() -> None:
+    rate = torch.zeros(1, device="meta", requires_grad=True)
+    step = given_step(lambda group: rate, {}, 0, torch.float32, rate.device)
+    assert isinstance(step.added, torch.Tensor)
+    assert step.added.shape == ()
+    assert not step.added.requires_grad
+
+
+def test_none_is_no_bound() -> None:
+    with pytest.raises(NoBoundError, match="step_bound returned None"):
+        given(None)

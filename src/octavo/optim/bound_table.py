@@ -32,11 +32,13 @@ class BoundTable:
 
     Attributes:
         groups: those of the step that was seen last.
+        dtype, device: of the weights.
     """
 
     def __init__(self, layers: Sequence[Any], groups: Sequence[int]) -> None:
         part = layers[0].weight_parts()[0]
         self.dtype: torch.dtype = part.dtype
+        self.device: torch.device = part.device
         gap = SCALE_ALIGNMENT // torch.float32.itemsize
         self._exact = torch.zeros(len(layers), dtype=part.dtype, device=part.device)
         self._amax = torch.zeros(len(layers), gap, dtype=torch.float32, device=part.device)

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.kernels import amax
 from octavo.modules import FP8LinearMixin
-from octavo.optim.bound_table import MEASURED, BoundTable
+from octavo.optim.bound_table import FROZEN, MEASURED, BoundTable
 from octavo.optim.predictable_layers import PREDICTED_ALREADY, group_indices, group_of, predictable_layers
 from octavo.optim.step_bound import NoBoundError, Step, StepBound, adam_step, check_known, given_step, larger
 from octavo.runtime import WeightBound
@@ -53,14 +53,16 @@ def predict_weight_scales(
         model: converted, on its device and in its dtype.
         optimizer: `torch.optim.Adam` or `AdamW`, holding the weights; the one inside if something is around it.
         every: how many steps until the weights are measured anew.
-        step_bound: of another optimizer, a function of a param group: the largest change of an element in one step.
+        step_bound: of another optimizer, a function of a param group: the largest change of an element in one step, a
+            number or a tensor of one; None of a group without a bound, into which weights are thawed later.
 
     Returns:
         which layers are predicted and which are not; it measures at once, and ends the prediction.
 
     Raises:
         TypeError: no module, no optimizer.
-        ValueError: `every` is no integer of 1 or more; the optimizer has no known bound; no layer can be predicted.
+        ValueError: `every` is no integer of 1 or more; the optimizer, or a group of weights, has no known bound; no
+            layer can be predicted.
     """
     check_model(model, "octavo.predict_weight_scales")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -110,7 +112,7 @@ class PredictedWeightScales:
         self._names = dict(zip((bound for table in self._tables for bound in table.bounds), self.layers, strict=True))
         for table in self._tables:
             for group in {index for index in table.groups if index >= 0}:
-                self._step(optimizer.param_groups[group], table)  # what has no bound is refused, and nothing changed
+                self._check_bound(optimizer, group, table)
         self._look(optimizer)
         self.measure()
         for bound, layer in self._followed():
@@ -176,7 +178,7 @@ class PredictedWeightScales:
             steps = {}
             for index in dict.fromkeys(group for group in groups if group >= 0):
                 try:
-                    steps[index] = self._step(optimizer.param_groups[index], table)
+                    steps[index] = self._step(optimizer, index, table)
                 except NoBoundError as error:
                     groups = self._without_bound(table, groups, index, str(error))
             self._note_betas(optimizer, table, groups)
@@ -188,24 +190,36 @@ class PredictedWeightScales:
         group = group_of(bound.layer, indices)
         return MEASURED if group >= 0 and self._names[bound] in self.left else group
 
-    def _step(self, group: dict[str, Any], table: BoundTable) -> Step:
+    def _check_bound(self, optimizer: torch.optim.Optimizer, index: int, table: BoundTable) -> None:
+        """Refuse a group without a bound, before anything is changed."""
+        try:
+            self._step(optimizer, index, table)
+        except NoBoundError as error:
+            raise NoBoundError(
+                f"octavo.predict_weight_scales: no bound is known of the steps of param group {index}: {error}"
+            ) from None
+
+    def _step(self, optimizer: torch.optim.Optimizer, index: int, table: BoundTable) -> Step:
+        group = optimizer.param_groups[index]
         if self._step_bound is not None:
-            return given_step(self._step_bound, group, table.dtype)
+            return given_step(self._step_bound, group, index, table.dtype, table.device)
         return adam_step(group, table.dtype)
 
     def _without_bound(self, table: BoundTable, groups: list[int], index: int, why: str) -> list[int]:
         """The groups of a table with MEASURED for one; a warning is given of each of its weights, once."""
-        for bound, group in zip(table.bounds, groups, strict=True):
+        anew = "make the optimizer anew with a bound for this group" if self._step_bound is None else "give it a bound"
+        for bound, group, before in zip(table.bounds, groups, table.groups, strict=True):
             if group != index:
                 continue
             name = self._names[bound]
             self.layers.remove(name)
             self.left[name] = f"no bound is known of the steps of param group {index}: {why}"
             warnings.warn(
-                f"octavo.predict_weight_scales: the weight of {name or '(root)'} was frozen, and is trained now in"
-                f" param group {index}, of whose steps no bound is known: {why}. It is measured after each step from"
-                " now on, which reads it once more; the other weights stay predicted. To have it predicted too,"
-                " remove() the prediction, make the optimizer anew with a bound for this group, and call it anew",
+                f"octavo.predict_weight_scales: the weight of {name or '(root)'}"
+                f" {'was frozen, and is trained now' if before == FROZEN else 'is trained'} in param group {index}, of"
+                f" whose steps no bound is known: {why}. It is measured after each step from now on, which reads it"
+                " once more; the other weights stay predicted. To have it predicted too, remove() the prediction,"
+                f" {anew}, and call it anew",
                 stacklevel=5,
             )
         return [MEASURED if group == index else group for group in groups]

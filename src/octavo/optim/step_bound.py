@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Of one group: how much a step changes an element at most, beside what decay does.
-StepBound = Callable[[Mapping[str, Any]], float]
+# Of one group: how much a step changes an element at most; None where there is no bound.
+StepBound = Callable[[Mapping[str, Any]], float | Tensor | None]
 
 # An update of a moment rounds two or three times.
 _ROUNDINGS = 4
@@ -101,19 +101,45 @@ def adam_step(group: Mapping[str, Any], dtype: torch.dtype) -> Step:
     return Step(shrinks.abs().clamp(min=1.0) if isinstance(shrinks, Tensor) else max(1.0, abs(shrinks)), added)
 
 
-def given_step(step_bound: StepBound, group: Mapping[str, Any], dtype: torch.dtype) -> Step:
+def given_step(
+    step_bound: StepBound, group: Mapping[str, Any], index: int, dtype: torch.dtype, device: torch.device
+) -> Step:
     """What a step does to the bound by the word of whoever knows the optimizer.
 
+    Args:
+        step_bound: that word.
+        group: a param group.
+        index: of the group.
+        dtype: of the weights.
+        device: of the weights.
+
     Raises:
+        NoBoundError: it is None.
         ValueError: it is no number of 0 or more.
     """
     given: Any = step_bound(group)
-    if not isinstance(given, Tensor) and not (isinstance(given, (int, float)) and 0 <= given < math.inf):
+    if given is None:
+        raise NoBoundError("step_bound returned None for it")
+    value = _checked(given, device)
+    if value is None:
         raise ValueError(
-            f"step_bound returned {given!r}: expected the largest change of an element in one step, a number of 0 or"
-            " more"
+            f"octavo.predict_weight_scales: step_bound returned {given!r} for param group {index}: expected the largest"
+            " change of an element in one step, a finite number of 0 or more, or a tensor of one such on the CPU or on"
+            f" {device}, where the weights are. Return that, such as group['lr'] for Lion; or, once the"
+            " prediction runs, None where there is no bound: the weights of that group are measured after each step"
         )
-    return Step(1.0, given * (1 + _rounding(dtype)))
+    return Step(1.0, value * (1 + _rounding(dtype)))
+
+
+def _checked(given: Any, device: torch.device) -> float | Tensor | None:
+    """A number of 0 or more, or a tensor [] on the device; None for what is neither."""
+    if isinstance(given, Tensor) and given.numel() == 1 and given.device.type == "cpu":
+        given = given.item()
+    if isinstance(given, Tensor):
+        known = given.dtype.is_floating_point or given.dtype in (torch.int32, torch.int64)
+        # To look at its value would wait for the device. One below 0 is taken as a rate below 0 is.
+        return given.detach().reshape(()).abs() if known and given.numel() == 1 and given.device == device else None
+    return given if type(given) is not bool and isinstance(given, (int, float)) and 0 <= given < math.inf else None
 
 
 def adam_factor(b1: float, b2: float, epsilon: float, dtype: torch.dtype) -> float:

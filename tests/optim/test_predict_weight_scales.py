@@ -587,15 +587,16 @@ def test_a_given_bound_for_another_optimizer() -> None:
     assert bound_of(model[0]) < model[0].weight.abs().max().item() + 31e-2
 
 
-def lion(group: Any) -> Any:
-    return group.get("bound", group["lr"])
+def twice_the_rate(group: Any) -> Any:
+    """More than a step of ones can be, so that a bound which was raised is not the amax; or what the group says."""
+    return group.get("bound", 2 * group["lr"])
 
 
 def test_a_thawed_weight_of_whose_group_step_bound_knows_no_bound_is_measured() -> None:
     model = converted()
     model[0].weight.requires_grad_(False)
     optimizer = torch.optim.SGD(model[2].parameters(), 1e-2)
-    predicted = octavo.predict_weight_scales(model, optimizer, every=1000, step_bound=lion)
+    predicted = octavo.predict_weight_scales(model, optimizer, every=1000, step_bound=twice_the_rate)
     optimizer.add_param_group({"params": [model[0].weight.requires_grad_()], "bound": None})
     message = r"weight of 0 was frozen, and is trained now in param group 1, .*: step_bound returned None .*give it a"
     with pytest.warns(UserWarning, match=message) as caught:
@@ -608,12 +609,12 @@ def test_a_thawed_weight_of_whose_group_step_bound_knows_no_bound_is_measured() 
             assert bound_of(model[0]) == model[0].weight.abs().max().item()
             assert bound_of(model[2]) > model[2].weight.abs().max().item()
         # One that comes later is taken by a new call.
-        optimizer.param_groups[1]["bound"] = 1e-2
+        optimizer.param_groups[1]["bound"] = 2e-2
         step_of_ones(optimizer)
         assert predicted.layers == ["2"]
         assert list(predicted.left) == ["0"]
         predicted.remove()
-        predicted = octavo.predict_weight_scales(model, optimizer, every=1000, step_bound=lion)
+        predicted = octavo.predict_weight_scales(model, optimizer, every=1000, step_bound=twice_the_rate)
         step_of_ones(optimizer)
     assert sorted(predicted.layers) == ["0", "2"]
     assert bound_of(model[0]) > model[0].weight.abs().max().item()
@@ -622,7 +623,7 @@ def test_a_thawed_weight_of_whose_group_step_bound_knows_no_bound_is_measured() 
 def test_a_weight_of_whose_group_step_bound_knows_no_bound_any_more_was_not_frozen() -> None:
     model = converted()
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    octavo.predict_weight_scales(model, optimizer, every=1000, step_bound=lion)
+    octavo.predict_weight_scales(model, optimizer, every=1000, step_bound=twice_the_rate)
     step_of_ones(optimizer)
     optimizer.param_groups[0]["bound"] = None
     with pytest.warns(UserWarning, match="the weight of [02] is trained in param group 0, of whose steps no bound is"):
@@ -636,7 +637,7 @@ def test_what_step_bound_gives_for_a_thawed_group_is_checked_before_the_step(bou
     model = converted()
     model[0].weight.requires_grad_(False)
     optimizer = torch.optim.SGD(model[2].parameters(), 1e-2)
-    octavo.predict_weight_scales(model, optimizer, step_bound=lion)
+    octavo.predict_weight_scales(model, optimizer, step_bound=twice_the_rate)
     optimizer.add_param_group({"params": [model[0].weight.requires_grad_()], "bound": bound})
     before = model[2].weight.detach().clone()
     with pytest.raises(ValueError, match=r"step_bound returned .* for param group 1: expected the largest change"):

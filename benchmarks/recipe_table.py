@@ -107,13 +107,14 @@ def _table(group: dict[str, list[Result]], alone: dict[tuple[str, str], Result])
     reference = _by_seed(group.get(BASELINE, []))
     first = next(iter(group.values()))[0]
     seeds = {row["seed"] for own in group.values() for row in own}
-    measured = {recipe: alone.get((first["hardware"], recipe)) for recipe in group}
-    speeds = {recipe: [row] if row else group[recipe] for recipe, row in measured.items()}
+    # All from one kind of run, so that they may be compared.
+    of_alone = all((first["hardware"], recipe) in alone for recipe in group)
+    speeds = {recipe: [alone[first["hardware"], recipe]] if of_alone else group[recipe] for recipe in group}
     columns = {
         "recipe": lambda recipe: _LABELS[recipe],
         f"perplexity, mean of {len(seeds)} seeds": lambda recipe: f"{fmean(_perplexities(group[recipe])):.2f}",
         "against BF16": lambda recipe: _against(group[recipe], recipe, reference),
-        "tokens/s, alone" if all(measured.values()) else "tokens/s, other work beside it": (
+        "tokens/s, alone" if of_alone else "tokens/s, other work beside it": (
             lambda recipe: _cell("tokens_per_s", speeds[recipe], median)
         ),
         "memory, MiB": lambda recipe: _cell("peak_memory_bytes", group[recipe], lambda bytes: max(bytes) / 2**20),

@@ -64,10 +64,24 @@ def test_only_runs_of_one_machine_extent_and_seed_are_compared() -> None:
 
 
 def test_the_table_says_what_was_not_measured_alone() -> None:
-    shown = recipe_table.table([*BASELINE, run_of("block", 0, 101.0), run_of("block", 1, 103.98)])
-    assert "one, 10 steps of 4 sequences:\n\n| recipe | perplexity, mean of 2 seeds |" in shown
-    assert "| BF16 | 102.00 | — | about 1,000 | — | emulated |" in shown
-    assert "| `BlockScaling()` | 102.49 | +0.48 % | about 1,000 | — | emulated |" in shown
+    runs = [*BASELINE, run_of("block", 0, 101.0), run_of("block", 1, 103.98)]
+    shown = recipe_table.table(runs)
+    head = "| recipe | perplexity, mean of 2 seeds | against BF16 |"
+    assert f"one, 10 steps of 4 sequences:\n\n{head} tokens/s, other work beside it | native or emulated |" in shown
+    assert "| BF16 | 102.00 | — | 1,000 | emulated |" in shown
+    assert "| `BlockScaling()` | 102.49 | +0.48 % | 1,000 | emulated |" in shown
+
+
+def test_the_table_takes_speeds_of_runs_that_had_the_machine_alone() -> None:
+    runs = [*BASELINE, run_of("block", 0, 101.0), run_of("block", 1, 103.98)]
+    short = {"steps": 1, "measured_alone": True, "perplexity": 500.0}
+    alone = [run_of(name, 0, 1.0) | short | {"tokens_per_s": speed} for name, speed in (("bf16", 7e3), ("block", 3e3))]
+    shown = recipe_table.table([*runs, *alone])
+    assert shown.count("steps of") == 1, "short runs have no table of their own"
+    assert "| tokens/s, alone |" in shown
+    assert "| BF16 | 102.00 | — | 7,000 | emulated |" in shown
+    # Of one recipe alone there is no speed to compare with the others'.
+    assert "| tokens/s, other work beside it |" in recipe_table.table([*runs, *alone[:1]])
 
 
 def test_what_ran_is_what_the_library_counted() -> None:

@@ -19,6 +19,12 @@ from octavo.runtime.update import Alone
 OPERANDS = ("input", "weight", "grad_output")
 
 
+@pytest.fixture(autouse=True)
+def _no_other_models() -> None:
+    """Where ranks agree, layers of all models take part: those of other tests, too, while a cycle keeps them alive."""
+    gc.collect()
+
+
 def models(length: int, margin: int = 0) -> dict[str, OperandModel]:
     return {
         "input": OperandModel(length, 448.0, margin),

@@ -33,6 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from octavo.kernels.scaled_mm.block_product import tile_at
+
 # $2 and $3 hold words k, k + 1 and k + 2, k + 3: their lower bytes are four codes of the even row, the others of the
 # odd one.
 PART = gl.constexpr("prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;")
@@ -48,15 +50,6 @@ def _type(is_e5m2):
 
 
 @gluon.jit
-def _tile(program, tiles_m, tiles_n):
-    """(row, column) of a tile; eight rows of tiles are walked together, so that what they read stays in L2."""
-    group = program // (8 * tiles_n)
-    height = gl.minimum(tiles_m - group * 8, 8)
-    within = program % (8 * tiles_n)
-    return group * 8 + within % height, within // height
-
-
-@gluon.jit
 def _load(
     operands, places, tiles,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
@@ -68,7 +61,7 @@ def _load(
     place = 0
     phase = 1  # of `empty`: the first wait in each place passes, nobody has filled it
     for program in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = _tile(program, tiles_m, tiles_n)
+        tile_m, tile_n = tile_at(program, tiles_m, tiles_n, 8)
         for step in range(steps):
             mbarrier.wait(empty.index(place), phase)
             ready = full.index(place)
@@ -106,7 +99,7 @@ def _multiply(
     place = 0
     phase = 0
     for program in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = _tile(program, tiles_m, tiles_n)
+        tile_m, tile_n = tile_at(program, tiles_m, tiles_n, 8)
         first = gl.zeros([HALF, BLOCK_N], gl.float32, layout)
         second = gl.zeros([HALF, BLOCK_N], gl.float32, layout)
         last = 0

@@ -42,9 +42,28 @@ def multiplier_of(
 
 
 @triton.jit
-def store_square_scale(target, index, of_k, width, value):
+def _store_square_scale(target, index, of_k, width, value):
     """One scale of 128x128 at `index` of a row of `width`; the last of `of_k` fills the row up with ones."""
     offset = tl.arange(0, 4)
     first = offset == 0
     fills = (index + 1 == of_k) & (index + offset < width)
     tl.store(target + index + offset, tl.where(first, value, 1.0), mask=first | fills)
+
+
+@triton.jit
+def store_square_scales(
+    scale, scale_t, tile_row, tile_column, tall, wide, value, HAS_CODES: tl.constexpr, HAS_CODES_T: tl.constexpr
+):
+    """One scale of a tile of 128x128 in that of each layout; of tiles there are `tall` by `wide`."""
+    if HAS_CODES:
+        width = (wide + 3) // 4 * 4
+        _store_square_scale(scale + tile_row * width, tile_column, wide, width, value)
+    if HAS_CODES_T:
+        width = (tall + 3) // 4 * 4
+        _store_square_scale(scale_t + tile_column * width, tile_row, tall, width, value)
+
+
+@triton.jit
+def store_scales(target, index, extent, padded, values):
+    """Scales by 1x128 of one block of K: those from `extent` to `padded` are filled up with ones."""
+    tl.store(target + index, tl.where(index < extent, values, 1.0), mask=index < padded)

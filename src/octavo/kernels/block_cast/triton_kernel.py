@@ -24,7 +24,7 @@ from octavo.formats import Format
 from octavo.kernels.amax.packed_kernel import OFFSETS, is_packed
 from octavo.kernels.block_cast.layout import scale_shape, whole_blocks
 from octavo.kernels.block_cast.packed_kernel import OPTIONS, packed_block_cast_kernel
-from octavo.kernels.block_cast.tile_scales import multiplier_of, store_square_scale
+from octavo.kernels.block_cast.tile_scales import multiplier_of, store_scales, store_square_scales
 from octavo.kernels.cast_transpose.rule import ScaleRule
 from octavo.kernels.codes import CODE_DTYPES, pairs_of_codes
 from octavo.kernels.launcher import Launcher, WithOptions, common_alignment, specialization
@@ -114,19 +114,14 @@ def block_cast_kernel(
     if SQUARE:
         m_0, used = multiplier_of(tl.max(by_column, axis=0), EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
         m_1, m_t = m_0, m_0
-        if HAS_CODES:
-            width = (wide + 3) // 4 * 4
-            store_square_scale(scale + tile_row * width, tile_column, wide, width, used)
-        if HAS_CODES_T:
-            width = (tall + 3) // 4 * 4
-            store_square_scale(scale_t + tile_column * width, tile_row, tall, width, used)
+        store_square_scales(scale, scale_t, tile_row, tile_column, tall, wide, used, HAS_CODES, HAS_CODES_T)
     else:
         if HAS_CODES:
             m_0, used_0 = multiplier_of(tl.max(finite_0, axis=1), EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
             m_1, used_1 = multiplier_of(tl.max(finite_1, axis=1), EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)
             target = scale + tile_column * padded_rows
-            tl.store(target + row_0, tl.where(row_0 < rows, used_0, 1.0), mask=row_0 < padded_rows)
-            tl.store(target + row_1, tl.where(row_1 < rows, used_1, 1.0), mask=row_1 < padded_rows)
+            store_scales(target, row_0, rows, padded_rows, used_0)
+            store_scales(target, row_1, rows, padded_rows, used_1)
             m_0, m_1 = m_0[:, None], m_1[:, None]
         if HAS_CODES_T:
             m_t, used_t = multiplier_of(by_column, EPSILON, POWER_OF_TWO, FORMAT_MAX, SMALLEST, LARGEST)

@@ -37,8 +37,7 @@ GROUPS = 3  # warp groups
 ROWS = 64  # of each
 COLUMNS = 128
 PLACES = 5  # blocks of a tile under way in shared memory
-# Tiles that are walked together below one another, so that what they read stays in the L2 cache.
-_TALL = 8
+_TALL = 8  # rows of tiles that are walked together
 # Rows and columns of cuBLASLt's tile, and the time of ours in units of its time. (Measured on an H200, on six shapes:
 # 1.26 to 1.57, 1.47 at 16384 x 8192 x 8192; `benchmarks/LOG.md`.)
 _THEIR_TILE = 128
@@ -57,12 +56,16 @@ def is_faster(rows: int, columns: int, multiprocessors: int, beside: bool = Fals
 
     beside: the card does other work at the same time.
     """
-    ours = -(-rows // (GROUPS * ROWS)) * -(-columns // COLUMNS)
+    ours = _tiles(rows, columns)
     theirs = -(-rows // _THEIR_TILE) * -(-columns // _THEIR_TILE)
     if beside and theirs > multiprocessors:
         fills = 0 < theirs % multiprocessors < _FILLED * multiprocessors
         return fills and _TIME * ours < _WORK * theirs
     return _TIME * -(-ours // multiprocessors) < _MARGIN * -(-theirs // multiprocessors)
+
+
+def _tiles(rows: int, columns: int) -> int:
+    return -(-rows // (GROUPS * ROWS)) * -(-columns // COLUMNS)
 
 
 # Device and dtype of the output of what has been launched.
@@ -83,8 +86,8 @@ def takes(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
 
 
 @gluon.jit
-def _tile(program, tiles_m, tiles_n, TALL: gl.constexpr):
-    """(row, column) of a tile."""
+def tile_at(program, tiles_m, tiles_n, TALL: gl.constexpr):
+    """(row, column) of a tile; TALL rows of tiles are walked together, so that what they read stays in the L2 cache."""
     group = program // (TALL * tiles_n)
     height = gl.minimum(tiles_m - group * TALL, TALL)
     within = program % (TALL * tiles_n)
@@ -105,7 +108,7 @@ def _load(
     place = 0
     phase = 1  # of `empty`: the first wait in each place passes, nobody has filled it
     for program in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = _tile(program, tiles_m, tiles_n, TALL)
+        tile_m, tile_n = tile_at(program, tiles_m, tiles_n, TALL)
         row, column = tile_m * (GROUPS * ROWS), tile_n * COLUMNS
         for block in range(blocks):
             mbarrier.wait(empty.index(place), phase)
@@ -142,7 +145,7 @@ def _multiply(
     left = 0  # the place before
     filled = 0  # whether there was one
     for program in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        tile_m, tile_n = _tile(program, tiles_m, tiles_n, TALL)
+        tile_m, tile_n = tile_at(program, tiles_m, tiles_n, TALL)
         total = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
         for _ in range(blocks):
             mbarrier.wait(full.index(place), phase)
@@ -234,8 +237,7 @@ def prepare(
     # A tile has 192 rows and the scales of 256: what TMA brings is a power of two.
     descriptors = _codes(a, ROWS), _codes(b, COLUMNS), _scales(scale_a, 256), _scales(scale_b, COLUMNS)
     numbers = m, n, k, out.stride(0), scale_a.stride(0), scale_b.stride(0)
-    tiles = -(-m // (GROUPS * ROWS)) * -(-n // COLUMNS)
-    return tiles, (*descriptors, out, *numbers), (GROUPS, ROWS, PLACES, _TALL)
+    return _tiles(m, n), (*descriptors, out, *numbers), (GROUPS, ROWS, PLACES, _TALL)
 
 
 def _codes(matrix: Tensor, rows: int) -> TensorDescriptor:

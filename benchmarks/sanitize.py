@@ -55,7 +55,7 @@ from octavo.kernels.norm_cast import norm_cast, norm_output
 from octavo.kernels.norm_cast.norm import Norm
 from octavo.kernels.norm_cast.reference import statistics
 from octavo.kernels.row_cast import gated_row_cast, norm_row_cast, row_cast
-from octavo.kernels.scaled_mm.block_product import block_product
+from octavo.kernels.scaled_mm.block_product import AHEAD, WIDE, block_product
 from octavo.recipes import BlockScaling, CurrentScaling, DelayedScaling, RowwiseScaling
 from octavo.scaling import BLOCK_1X128, BLOCK_128X128
 
@@ -105,7 +105,8 @@ def products() -> None:
             block_cast(torch.randn(k, features, device="cuda", dtype=BF16), E4M3, BLOCK_1X128, RULE, False, True)
             for features in (m, n)
         )
-        block_product(a.codes_t, b.codes_t, a.scale_t, b.scale_t, BF16)
+        for form in (WIDE, AHEAD):
+            block_product(a.codes_t, b.codes_t, a.scale_t, b.scale_t, BF16, form)
 
 
 LAYOUTS = ((True, True), (True, False), (False, True))

@@ -2,12 +2,15 @@
 
     out [M, N] = sum over the blocks c of K of (a [M, c] @ b [N, c]^T) * scale_a[c, M] * scale_b[c, N]
 
-cuBLASLt gives each multiprocessor tiles of 128 x 128, so that 144 of them (the weight's gradient of 768 x 3072) take
-132 multiprocessors as long as 264 would. Here a tile is 192 x 128: `is_faster` says when that leaves less idle.
+Persistent: one warp loads by TMA, each warp group multiplies 64 rows of a tile. While one scales the sums of a block
+and adds them to its total, in float32, the tensor core works for the others. They meet only at the barriers of the
+places in shared memory. There are two forms.
 
-Persistent: one warp loads by TMA, three warp groups multiply 64 rows of a tile each. While one scales the sum of a
-block and adds it to its total, in float32, the tensor core works for the others. They meet only at the barriers of the
-places in shared memory.
+- `WIDE`: three groups, a tile of 192 x 128. cuBLASLt gives each multiprocessor tiles of 128 x 128, so that 144 of them
+  (the weight's gradient of 768 x 3072) take 132 multiprocessors as long as 264 would; of these there are 96. Of large
+  products, at the card's limit of power, it takes less time, too.
+- `AHEAD`: two groups, a tile of 128 x 128, as cuBLASLt's; a group begins the product of a block before it scales the
+  sums of the one before. Its programs come singly, not in clusters of eight, and let other work run beside them.
 
 The order of rounding is cuBLASLt's: a sum times scale_a, then a fused multiply-add by scale_b.
 """
@@ -15,7 +18,9 @@ The order of rounding is cuBLASLt's: a sum times scale_a, then a fused multiply-
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from typing import Any
+import functools
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,48 +38,65 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from octavo.kernels.block_cast.layout import BLOCK
 from octavo.kernels.triton_support import multiprocessors
 
-GROUPS = 3  # warp groups
-ROWS = 64  # of each
+ROWS = 64  # of a warp group
 COLUMNS = 128
-PLACES = 5  # blocks of a tile under way in shared memory
 _TALL = 8  # rows of tiles that are walked together
-# Rows and columns of cuBLASLt's tile, and the time of ours in units of its time. (Measured on an H200, on six shapes:
-# 1.26 to 1.57, 1.47 at 16384 x 8192 x 8192; `benchmarks/LOG.md`.)
-_THEIR_TILE = 128
-_TIME = 1.47
-# What must be gained, by the count of tiles, before it is believed.
-_MARGIN = 0.97
-# Beside other work, which takes what is idle behind our last tiles and not what is idle behind theirs: how much of
-# their last wave may be filled.
-_FILLED = 0.5
-# And how much more time all our tiles may take than all of theirs: 1.03 at 8192 x 1280 x 5120, where it gains.
-_WORK = 1.05
 
 
-def is_faster(rows: int, columns: int, multiprocessors: int, beside: bool = False) -> bool:
-    """Whether a product [rows, columns] over a long K takes less time than cuBLASLt's, by how tiles fill the card.
+class Form(NamedTuple):
+    """How a tile is multiplied.
 
-    beside: the card does other work at the same time.
+    Attributes:
+        groups: warp groups, of 64 rows of it each.
+        places: blocks of it under way in shared memory.
+        ahead: the product of a block is begun before the sums of the one before are scaled; anew after so many blocks.
+        time: of a tile, in units of that of a tile of cuBLASLt's.
     """
-    ours = _tiles(rows, columns)
-    theirs = -(-rows // _THEIR_TILE) * -(-columns // _THEIR_TILE)
-    if beside and theirs > multiprocessors:
-        fills = 0 < theirs % multiprocessors < _FILLED * multiprocessors
-        return fills and _TIME * ours < _WORK * theirs
-    return _TIME * -(-ours // multiprocessors) < _MARGIN * -(-theirs // multiprocessors)
+
+    groups: int
+    places: int
+    ahead: int
+    time: float
+
+    def tiles(self, rows: int, columns: int) -> int:
+        """Of a product."""
+        return -(-rows // (self.groups * ROWS)) * -(-columns // COLUMNS)
 
 
-def _tiles(rows: int, columns: int) -> int:
-    return -(-rows // (GROUPS * ROWS)) * -(-columns // COLUMNS)
+# Times were measured on an H200, on six shapes: 1.19 to 1.47 (1.42 at 16384 x 8192 x 8192), and 0.77 to 1.01;
+# `benchmarks/LOG.md`.
+WIDE = Form(groups=3, places=5, ahead=1, time=1.42)
+AHEAD = Form(groups=2, places=6, ahead=4, time=0.98)
+_THEIR_TILE = 128
+# What must be gained, by the count of tiles, before it is believed, where the card does nothing else.
+_MARGIN = 0.97
 
 
-# Device and dtype of the output of what has been launched.
-_loaded: set[tuple[int, torch.dtype]] = set()
+@functools.lru_cache(maxsize=1024)
+def preferred_form(rows: int, columns: int, multiprocessors: int, beside: bool = False) -> Form | None:
+    """What takes least time for a product [rows, columns] over a long K, by how tiles fill the card; None: cuBLASLt.
+
+    beside: the card does other work at the same time, which takes what is idle behind the last tiles.
+    """
+
+    def cost(tiles: int, time: float) -> float:
+        waves = tiles / multiprocessors
+        # Of one wave or two the last is waited for, whatever runs beside.
+        return time * (waves if beside and waves > 2 else math.ceil(waves))
+
+    costs = {form: cost(form.tiles(rows, columns), form.time) for form in (WIDE, AHEAD)}
+    best = min(costs, key=costs.__getitem__)
+    theirs = cost(-(-rows // _THEIR_TILE) * -(-columns // _THEIR_TILE), 1.0)
+    return best if costs[best] < (1.0 if beside else _MARGIN) * theirs else None
 
 
-def is_loaded(index: int, out_dtype: torch.dtype) -> bool:
-    """Whether the kernel has been launched for such outputs on CUDA device `index`: there is one variant of each."""
-    return (index, out_dtype) in _loaded
+# Device, dtype of the output and form of what has been launched.
+_loaded: set[tuple[int, torch.dtype, Form]] = set()
+
+
+def is_loaded(index: int, out_dtype: torch.dtype, form: Form) -> bool:
+    """Whether this has been launched for such outputs on CUDA device `index`: there is one variant of each."""
+    return (index, out_dtype, form) in _loaded
 
 
 def takes(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
@@ -92,6 +114,16 @@ def tile_at(program, tiles_m, tiles_n, TALL: gl.constexpr):
     height = gl.minimum(tiles_m - group * TALL, TALL)
     within = program % (TALL * tiles_n)
     return group * TALL + within % height, within // height
+
+
+@gluon.jit
+def _following(place, phase, PLACES: gl.constexpr):
+    """The place behind this one, and the phase of its barrier."""
+    place += 1
+    if place == PLACES:
+        place = 0
+        phase ^= 1
+    return place, phase
 
 
 @gluon.jit
@@ -120,32 +152,41 @@ def _load(
             tma.async_copy_global_to_shared(b, [column, block * 128], ready, b_tiles.index(place))
             tma.async_copy_global_to_shared(scale_a, [block * stride_a + row], ready, a_scales.index(place))
             tma.async_copy_global_to_shared(scale_b, [block * stride_b + column], ready, b_scales.index(place))
-            place += 1
-            if place == PLACES:
-                place = 0
-                phase ^= 1
+            place, phase = _following(place, phase, PLACES)
+
+
+@gluon.jit
+def _product(places, place, part, GROUPS: gl.constexpr, GROUP: gl.constexpr):
+    """The sums of one block, begun: a group's rows times all columns; `part` is of their shape."""
+    rows, columns = places[0].index(place * GROUPS + GROUP), places[1].index(place)
+    return warpgroup_mma(rows, columns.permute((1, 0)), part, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _waited(values, ANOTHER: gl.constexpr):
+    """The values, once their product is done; ANOTHER begun after it may still be under way."""
+    return warpgroup_mma_wait(1 if ANOTHER else 0, (values,))
+
+
+@gluon.jit
+def _scaled(part, row, places, place):
+    """The sums of one block, times their scales; those of columns are read here, sooner there are no registers."""
+    column = places[3].index(place).load(gl.SliceLayout(0, part.type.layout))
+    return part * row[:, None] * column[None, :]
 
 
 @gluon.jit
 def _multiply(
     out, places, tiles, extent,
-    GROUPS: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, TALL: gl.constexpr, GROUP: gl.constexpr,
+    GROUPS: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, TALL: gl.constexpr, AHEAD: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
     """A warp group: its rows of every tile."""
-    a_tiles, b_tiles, a_scales, b_scales, full, empty = places
+    a_scales, full, empty = places[2], places[4], places[5]
     tiles_m, tiles_n, blocks = tiles
-    M, N, stride = extent
-    COLUMNS: gl.constexpr = b_tiles.shape[1]
+    COLUMNS: gl.constexpr = places[1].shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     by_row: gl.constexpr = gl.SliceLayout(1, layout)
-    by_column: gl.constexpr = gl.SliceLayout(0, layout)
-    stored: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]],
-        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [ROWS, COLUMNS],
-    )
     part = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     place = 0
     phase = 0
@@ -154,40 +195,58 @@ def _multiply(
     for program in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         tile_m, tile_n = tile_at(program, tiles_m, tiles_n, TALL)
         total = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-        for _ in range(blocks):
+        for _ in range(blocks // AHEAD):
             mbarrier.wait(full.index(place), phase)
-            rows = a_tiles.index(place * GROUPS + GROUP)
-            sums = warpgroup_mma(rows, b_tiles.index(place).permute((1, 0)), part, use_acc=False, is_async=True)
-            # Only now: what was read of that place, its scales too, has been used when the next product begins.
-            mbarrier.arrive(empty.index(left), pred=filled > 0)
-            row = a_scales.index(place).slice(GROUP * ROWS, ROWS).load(by_row)
-            part = warpgroup_mma_wait(0, (sums,))
-            # Not earlier: there are no registers for them.
-            column = b_scales.index(place).load(by_column)
-            total += part * row[:, None] * column[None, :]
-            # The wait, for no product, is what additions are not moved across: beyond the beginning of the next product
-            # they would need registers for a second part.
-            total = warpgroup_mma_wait(0, (total,))
-            left = place
-            filled = 1
-            place += 1
-            if place == PLACES:
-                place = 0
-                phase ^= 1
-        # Eight neighbours of a row a thread: with two of them, as sums lie, storing a tile takes four times as many
-        # instructions.
-        rows = (tile_m * GROUPS + GROUP) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, stored))
-        columns = tile_n * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, stored))
-        inside = (rows < M)[:, None] & (columns < N)[None, :]
-        # 64 bits, since an offset can exceed 2^31.
-        at = out + rows[:, None].to(gl.int64) * stride + columns[None, :]
-        gl.store(at, gl.convert_layout(total.to(out.dtype.element_ty), stored), mask=inside)
+            sums = _product(places, place, part, GROUPS, GROUP)
+            for step in gl.static_range(AHEAD):
+                here = place
+                place, phase = _following(place, phase, PLACES)
+                if step + 1 < AHEAD:
+                    mbarrier.wait(full.index(place), phase)
+                    next_sums = _product(places, place, part, GROUPS, GROUP)
+                # Only now: what was read of that place, its scales too, has been used when the next product begins.
+                mbarrier.arrive(empty.index(left), pred=filled > 0)
+                row = a_scales.index(here).slice(GROUP * ROWS, ROWS).load(by_row)
+                done = _waited(sums, step + 1 < AHEAD)
+                total += _scaled(done, row, places, here)
+                # The wait, for no product, is what additions are not moved across: beyond the beginning of the next
+                # product they would need registers for one part more.
+                total = _waited(total, step + 1 < AHEAD)
+                left = here
+                filled = 1
+                if step + 1 < AHEAD:
+                    sums = next_sums
+                elif AHEAD == 1:
+                    part = done
+        _store(out, total, tile_m * GROUPS + GROUP, tile_n, extent)
+
+
+@gluon.jit
+def _store(out, total, tile_m, tile_n, extent):
+    """A group's tile of the output."""
+    M, N, stride = extent
+    ROWS: gl.constexpr = total.shape[0]
+    COLUMNS: gl.constexpr = total.shape[1]
+    # Eight neighbours of a row a thread: with two of them, as sums lie, it takes four times as many instructions.
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [ROWS, COLUMNS],
+    )
+    rows = tile_m * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    columns = tile_n * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    # 64 bits, since an offset can exceed 2^31.
+    at = out + rows[:, None].to(gl.int64) * stride + columns[None, :]
+    gl.store(at, gl.convert_layout(total.to(out.dtype.element_ty), layout), mask=inside)
 
 
 @gluon.jit
 def block_product_kernel(
     a, b, scale_a, scale_b, out, M, N, K, stride_out, stride_a, stride_b,
-    GROUPS: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, TALL: gl.constexpr,
+    GROUPS: gl.constexpr, ROWS: gl.constexpr, PLACES: gl.constexpr, TALL: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Barriers and places, then each warp to its part. a, b, scale_a and scale_b are descriptors."""
     a_tiles = gl.allocate_shared_memory(a.dtype, [PLACES * GROUPS] + a.block_type.shape, a.layout)  # noqa: RUF005
@@ -201,52 +260,68 @@ def block_product_kernel(
         mbarrier.init(empty.index(place), count=GROUPS)
     fence_async_shared()
     places = (a_tiles, b_tiles, a_scales, b_scales, full, empty)
-    tiles = (gl.cdiv(M, GROUPS * ROWS), gl.cdiv(N, b.block_type.shape[0]), gl.cdiv(K, 128))
+    tiles = (gl.cdiv(M, GROUPS * ROWS), gl.cdiv(N, b.block_type.shape[0]), gl.cdiv(K, 128 * AHEAD) * AHEAD)
     extent = (gl.to_tensor(M), gl.to_tensor(N), gl.to_tensor(stride_out))
     strides = (gl.to_tensor(stride_a), gl.to_tensor(stride_b))
     # Constants stand in the call itself: in a tuple with a name they would become values of the device.
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     THIRD: gl.constexpr = 2
-    gl.warp_specialize(
-        [
-            (_multiply, (out, places, tiles, extent, GROUPS, ROWS, PLACES, TALL, FIRST)),
-            (_multiply, (out, places, tiles, extent, GROUPS, ROWS, PLACES, TALL, SECOND)),
-            (_multiply, (out, places, tiles, extent, GROUPS, ROWS, PLACES, TALL, THIRD)),
-            (_load, ((a, b, scale_a, scale_b), places, tiles, strides, GROUPS, ROWS, PLACES, TALL)),
-        ],
-        # Of the workers: warps, and registers a thread. The first group multiplies in the program's own four warps.
-        [4, 4, 1],
-        [160, 160, 24],
-    )
+    # Of the workers: warps, and registers a thread. The first group multiplies in the program's own four warps.
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (out, places, tiles, extent, GROUPS, ROWS, PLACES, TALL, AHEAD, FIRST)),
+                (_multiply, (out, places, tiles, extent, GROUPS, ROWS, PLACES, TALL, AHEAD, SECOND)),
+                (_load, ((a, b, scale_a, scale_b), places, tiles, strides, GROUPS, ROWS, PLACES, TALL)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (out, places, tiles, extent, GROUPS, ROWS, PLACES, TALL, AHEAD, FIRST)),
+                (_multiply, (out, places, tiles, extent, GROUPS, ROWS, PLACES, TALL, AHEAD, SECOND)),
+                (_multiply, (out, places, tiles, extent, GROUPS, ROWS, PLACES, TALL, AHEAD, THIRD)),
+                (_load, ((a, b, scale_a, scale_b), places, tiles, strides, GROUPS, ROWS, PLACES, TALL)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )
 
 
-def block_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
+def block_product(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, form: Form = WIDE
+) -> Tensor:
     """The product -> [M, N] of float32, bfloat16 or float16.
 
     Args:
         a, b: E4M3 codes [M, K] and [N, K] on Hopper, contiguous; M and N multiples of 16, K of 128.
         scale_a, scale_b: their scales by 1x128, float32 [K / 128, M] and [K / 128, N], contiguous.
         out_dtype: of the result; each sum is rounded once.
+        form: how, with the same bits.
     """
     out = a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-    tiles, arguments, constants = prepare(a, b, scale_a, scale_b, out)
+    tiles, arguments, constants = prepare(a, b, scale_a, scale_b, out, form)
     with torch.cuda.device(a.device):
         programs = min(tiles, multiprocessors(a))
         block_product_kernel[(programs,)](*arguments, *constants, num_warps=4)
-    _loaded.add((a.get_device(), out_dtype))
+    _loaded.add((a.get_device(), out_dtype, form))
     return out
 
 
 def prepare(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor, form: Form
 ) -> tuple[int, tuple[Any, ...], tuple[Any, ...]]:
     """What is launched: (tiles, arguments of the kernel, and its constants)."""
     (m, k), n = a.shape, b.shape[0]
-    # A tile has 192 rows and the scales of 256: what TMA brings is a power of two.
-    descriptors = _codes(a, ROWS), _codes(b, COLUMNS), _scales(scale_a, 256), _scales(scale_b, COLUMNS)
+    # What TMA brings is a power of two: of a tile's 192 rows the scales of 256.
+    rows = 1 << (form.groups * ROWS - 1).bit_length()
+    descriptors = _codes(a, ROWS), _codes(b, COLUMNS), _scales(scale_a, rows), _scales(scale_b, COLUMNS)
     numbers = m, n, k, out.stride(0), scale_a.stride(0), scale_b.stride(0)
-    return _tiles(m, n), (*descriptors, out, *numbers), (GROUPS, ROWS, PLACES, _TALL)
+    constants = form.groups, ROWS, form.places, _TALL, form.ahead
+    return form.tiles(m, n), (*descriptors, out, *numbers), constants
 
 
 def _codes(matrix: Tensor, rows: int) -> TensorDescriptor:

@@ -9,8 +9,8 @@ accumulation is precise by nature. Elsewhere it is emulated: values in float32, 
 MX products, whose scales are E8M0, are emulated on every device in this version, on those too that have them
 (Blackwell): nothing here has been tried there.
 
-Where both operands have blocks of 1x128 and cuBLASLt's tiles leave much of the card idle, a product of our own gives
-the same bits in less time (`octavo.kernels.scaled_mm.block_product`).
+Where both operands have blocks of 1x128, K is long and it takes less time, a product of our own gives the same bits
+(`octavo.kernels.scaled_mm.block_product`).
 
 torch takes E4M3 by E4M3 only. `torch._scaled_mm`, the older operator, has no place for the 128x128 scales of a K whose
 blocks are no multiple of 4: the newer one is called, `torch._scaled_mm_v2`, which `torch.nn.functional.scaled_mm`
@@ -20,6 +20,7 @@ wraps.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ from octavo.kernels.scaled_mm.bias import with_bias
 from octavo.kernels.scaled_mm.hopper import hopper_sum
 from octavo.kernels.side_stream import is_beside
 from octavo.kernels.triton_support import multiprocessors, triton_is_installed
+
+if TYPE_CHECKING:
+    from octavo.kernels.scaled_mm.block_product import Form
 
 _CUDA = (12, 9)
 _HOPPER = 9
@@ -141,10 +145,11 @@ def block_scaled_mm_native(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """As `block_scaled_mm`, for operands without `unsupported_reasons`."""
-    if bias is None and _takes_own_product(a, b, scale_a, scale_b, out_dtype):
+    form = _own_form(a, b, scale_a, scale_b, out_dtype) if bias is None else None
+    if form is not None:
         from octavo.kernels.scaled_mm.block_product import block_product
 
-        return block_product(a, b, scale_a, scale_b, out_dtype)
+        return block_product(a, b, scale_a, scale_b, out_dtype, form)
     # cuBLASLt itself adds a bias of bfloat16 (on an H200 8.3e-4 from the reference, bfloat16's rounding) and none to
     # float32; of float16 it was not seen.
     inside = bias.contiguous() if bias is not None and bias.dtype == out_dtype == torch.bfloat16 else None
@@ -157,21 +162,25 @@ def block_scaled_mm_native(
     return out if dtype == out_dtype and (bias is None or inside is not None) else with_bias(out, bias, out_dtype)
 
 
-def _takes_own_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> bool:
-    """Whether `block_product` takes these operands and is to be preferred; it gives the bits of cuBLASLt's."""
+def _own_form(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Form | None:
+    """The form of `block_product` to be preferred for these operands, with the bits of cuBLASLt's; None: cuBLASLt."""
     if a.shape[1] < _LONG * BLOCK or not is_by_row(scale_b, b) or not _has_gluon():
-        return False
-    from octavo.kernels.scaled_mm.block_product import is_faster, is_loaded, takes
+        return None
+    from octavo.kernels.scaled_mm.block_product import is_loaded, preferred_form, takes
 
-    shape, beside = (a.shape[0], b.shape[0], multiprocessors(a)), is_beside()
-    loaded = is_loaded(a.get_device(), out_dtype)
+    index, shape = a.get_device(), (a.shape[0], b.shape[0], multiprocessors(a))
     if torch.cuda.is_current_stream_capturing():
-        # What would have to be loaded first is left out of a graph.
-        preferred = loaded and is_faster(*shape, beside)
+        form = preferred_form(*shape, is_beside())
+        if form is not None and not is_loaded(index, out_dtype, form):
+            # What would have to be loaded first is left out of a graph.
+            form = None
     else:
-        # So one that a graph may prefer later runs once before.
-        preferred = is_faster(*shape) or (not loaded and is_faster(*shape, True))
-    return preferred and takes(a, b, scale_a, scale_b)
+        form = preferred_form(*shape)
+        beside = preferred_form(*shape, True)
+        if beside is not None and not is_loaded(index, out_dtype, beside):
+            # So one that a graph may prefer later runs once before.
+            form = beside
+    return form if form is not None and takes(a, b, scale_a, scale_b) else None
 
 
 @functools.cache

@@ -52,10 +52,9 @@ def _nan_for_inf(words, numbers, INTERPRETED: tl.constexpr):
     return words | (negative & 0x7FFF7FFF)
 
 
-@triton.jit(
-    do_not_specialize=("rows", "words", "stride_row"), do_not_specialize_on_alignment=("scale", "scale_t", "sums")
-)
-def packed_block_cast_kernel(
+@triton.jit
+def cast_tile(
+    program,
     x,
     codes,
     codes_t,
@@ -80,17 +79,13 @@ def packed_block_cast_kernel(
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """One tile of x [rows, 2 words], whose rows are contiguous; outputs as of `triton_kernel.block_cast_kernel`.
-
-    words and stride_row, in words too, come in units of ALIGN.
-    """
+    """Tile number `program` of x, as `packed_block_cast_kernel`; tiles of a row of them follow one another."""
     PAIR: tl.constexpr = OFFSET << 16 | OFFSET
     words = words * ALIGN
     stride_row = stride_row * ALIGN
     columns = 2 * words
     # 1. Which tile; 64 bits, since an offset can exceed 2^31.
     tall, wide = (rows + 127) // 128, (words + 63) // 64
-    program = tl.program_id(0)
     tile_row, tile_column = (program // wide).to(tl.int64), (program % wide).to(tl.int64)
     pair = tile_row * 64 + tl.arange(0, 64)
     word = tile_column * 64 + tl.arange(0, 64)
@@ -154,3 +149,42 @@ def packed_block_cast_kernel(
         tl.store(target_t, tl.trans(low), mask=inside_t)
         high = pairs_of_codes(_high(words_1, OFFSET) * m_high, _high(words_0, OFFSET) * m_high, CODE, INTERPRETED)
         tl.store(target_t + tall * 64, tl.trans(high), mask=inside_t)
+
+
+@triton.jit(
+    do_not_specialize=("rows", "words", "stride_row"), do_not_specialize_on_alignment=("scale", "scale_t", "sums")
+)
+def packed_block_cast_kernel(
+    x,
+    codes,
+    codes_t,
+    scale,
+    scale_t,
+    sums,
+    rows,
+    words,
+    stride_row,
+    ALIGN: tl.constexpr,
+    OFFSET: tl.constexpr,
+    HAS_CODES: tl.constexpr,
+    HAS_CODES_T: tl.constexpr,
+    SQUARE: tl.constexpr,
+    EPSILON: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    INF_TO_NAN: tl.constexpr,
+    COLUMN_SUM: tl.constexpr,
+    CODE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """One tile of x [rows, 2 words], whose rows are contiguous; outputs as of `triton_kernel.block_cast_kernel`.
+
+    words and stride_row, in words too, come in units of ALIGN.
+    """
+    cast_tile(
+        tl.program_id(0), x, codes, codes_t, scale, scale_t, sums, rows, words, stride_row, ALIGN, OFFSET, HAS_CODES,
+        HAS_CODES_T, SQUARE, EPSILON, POWER_OF_TWO, INF_TO_NAN, COLUMN_SUM, CODE, INTERPRETED, FORMAT_MAX, SMALLEST,
+        LARGEST,
+    )  # fmt: skip

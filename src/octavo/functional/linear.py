@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.functional.products import (
     Kept,
@@ -34,7 +34,7 @@ from octavo.functional.shared_input import as_rows, quantize_input
 from octavo.kernels import padded, scaled_mm
 from octavo.kernels.side_stream import side_of
 from octavo.runtime import LinearPlan
-from octavo.tensor import Operand, QuantizedTensor, operand_of
+from octavo.tensor import Operand, QuantizedTensor, cast_together, operand_of
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _unwrap = torch._C._functorch.unwrap_if_dead
@@ -66,8 +66,11 @@ def linear(
             apply = _apply
         result: Tensor = apply(x, weight, bias, plan, out_dtype, cached_weight)
         return result
-    operand = cached_weight or quantize_weight(weight, plan, True, False)
-    rows = quantize_input(x, plan, out_dtype, False)
+    if cached_weight is None and _casts_together(x, weight, plan, out_dtype):
+        rows, operand = _both(x, weight, plan, out_dtype, False, False)
+    else:
+        operand = cached_weight or quantize_weight(weight, plan, True, False)
+        rows = quantize_input(x, plan, out_dtype, False)
     return _fprop(rows, operand, bias, x, weight.shape[0], plan, out_dtype)
 
 
@@ -178,6 +181,8 @@ def _operands(
     """Codes of x and of w in the layouts that somebody will use."""
     if cached_weight is not None:
         return quantize_input(x, plan, out_dtype, keeps_codes), cached_weight
+    if _casts_together(x, weight, plan, out_dtype):
+        return _both(x, weight, plan, out_dtype, keeps_codes, keeps_weight_codes(weight, plan, needs_dx))
     side = None if torch.compiler.is_compiling() else side_of(x, 2 * x.numel() * weight.shape[0])
     if side is None:
         rows = quantize_input(x, plan, out_dtype, keeps_codes)
@@ -187,6 +192,31 @@ def _operands(
         lambda: quantize_input(x, plan, out_dtype, keeps_codes),
     )
     return rows, operand
+
+
+def _casts_together(x: Tensor, weight: Tensor, plan: LinearPlan, out_dtype: torch.dtype) -> bool:
+    """True if x and w are cast by one launch; more exactly, if they are where rows have an even number of elements."""
+    if not plan.together or torch.compiler.is_compiling():
+        return False
+    plain = type(x) is Tensor and type(weight) in (nn.Parameter, Tensor)
+    # Kernels of two elements at a time take those of 16 bits; others are cast one after, or beside, the other.
+    halves = out_dtype.itemsize == weight.dtype.itemsize == 2
+    return plain and halves and weight.is_cuda and weight.is_contiguous()
+
+
+def _both(
+    x: Tensor, weight: Tensor, plan: LinearPlan, out_dtype: torch.dtype, columnwise: bool, weight_columnwise: bool
+) -> tuple[Operand, Operand]:
+    """Codes of x and of w, made together; those of w alone if another layer has made those of x."""
+    made: list[Operand] = []
+
+    def cast(rows: Tensor) -> Operand:
+        of_x, of_w = cast_together(plan.input, rows, columnwise, plan.weight, weight, weight_columnwise)  # type: ignore[arg-type]
+        made.append(of_w)
+        return of_x
+
+    rows = quantize_input(x, plan, out_dtype, columnwise, cast)
+    return rows, made[0] if made else plan.weight(weight, True, weight_columnwise)
 
 
 def _dgrad(

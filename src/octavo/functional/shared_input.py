@@ -78,7 +78,13 @@ _LAST = _Last()
 _FOLLOWERS: Any = object()
 
 
-def quantize_input(x: Tensor, plan: LinearPlan, dtype: torch.dtype, columnwise: bool) -> Operand:
+def quantize_input(
+    x: Tensor,
+    plan: LinearPlan,
+    dtype: torch.dtype,
+    columnwise: bool,
+    cast: Callable[[Tensor], Operand] | None = None,
+) -> Operand:
     """Codes of an input x [..., K], as the matrix [M, K] of `dtype`, row-wise and on request column-wise too.
 
     Args:
@@ -86,12 +92,13 @@ def quantize_input(x: Tensor, plan: LinearPlan, dtype: torch.dtype, columnwise: 
         plan: of the layer, which takes what another one made, and never twice the same.
         dtype: of what is quantized.
         columnwise: both layouts are wanted.
+        cast: makes what the plan's quantizer would make of the matrix, and is called where that one would be.
     """
     quantizer, owner, group = plan.input, plan.owner, plan.group
     origin = getattr(quantizer, "origin", None)
     where = None if origin is None or torch.compiler.is_compiling() or x.is_inference() else origin()
     if where is None:
-        return quantizer(_as_matrix(x, dtype), True, columnwise)
+        return _cast_anew(x, plan, dtype, columnwise, cast)
     made = _LAST.made
     if made is not None and made.fits(x, dtype, where, columnwise, owner) and made.is_for(x, group):
         quantizer.note(made.operand)  # type: ignore[attr-defined]
@@ -100,9 +107,16 @@ def quantize_input(x: Tensor, plan: LinearPlan, dtype: torch.dtype, columnwise: 
             made.on_taken = None
         made.takers.append(owner)
         return made.operand
-    operand = quantizer(_as_matrix(x, dtype), True, columnwise)
+    operand = _cast_anew(x, plan, dtype, columnwise, cast)
     _LAST.made = _Made(x, _Cast(dtype, where, columnwise), operand, group, owner) if _may_be_taken(x, group) else None
     return operand
+
+
+def _cast_anew(
+    x: Tensor, plan: LinearPlan, dtype: torch.dtype, columnwise: bool, cast: Callable[[Tensor], Operand] | None
+) -> Operand:
+    rows = _as_matrix(x, dtype)
+    return plan.input(rows, True, columnwise) if cast is None else cast(rows)
 
 
 def keep_for_followers(

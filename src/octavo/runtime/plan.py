@@ -25,6 +25,7 @@ from octavo.tensor import (
     StatelessQuantizer,
     StaticQuantizer,
     StochasticQuantizer,
+    casts_together,
 )
 
 Observer = Callable[[OperandName, Quantizer], Quantizer]
@@ -45,6 +46,7 @@ class LinearPlan(NamedTuple):
         name, counter: for `count_gemms`.
         group: the state of the input, one with layers that run on the same one; None of a layer that has no such.
         keeps_weight: the weight is cast again for dgrad; False keeps its codes, as a watched layer always does.
+        together: `octavo.tensor.cast_together` takes the quantizers of input and weight.
     """
 
     input: Quantizer
@@ -61,6 +63,7 @@ class LinearPlan(NamedTuple):
     counter: GemmCount | None
     group: OperandState | None = None
     keeps_weight: bool = False
+    together: bool = False
 
 
 def plan_linear(call: Call, state: LayerState, name: str, observer: Observer | None = None) -> LinearPlan:
@@ -126,6 +129,7 @@ def _planned(
         counter,
         state.input,
         specs.dgrad_fp8 and call.recipe.saved_weight == "high_precision" and observer is None,
+        casts_together(input_quantizer, weight_quantizer),
     )
 
 

@@ -1,6 +1,6 @@
 """A number in eight bits: QuantizedTensor, and the quantizers that make one of an operand."""
 
-from octavo.tensor.block_quantizer import BlockQuantizer
+from octavo.tensor.block_quantizer import BlockQuantizer, cast_together, casts_together
 from octavo.tensor.fields_by_name import FieldsByName
 from octavo.tensor.matmul import scaled_mm
 from octavo.tensor.operand_state import (
@@ -46,7 +46,9 @@ __all__ = [
     "StepRule",
     "StochasticQuantizer",
     "UsedScale",
+    "cast_together",
     "cast_to_representable",
+    "casts_together",
     "checked_scale",
     "close_captured_step",
     "close_step",

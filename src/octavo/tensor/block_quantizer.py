@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from octavo.kernels import block_cast
-from octavo.tensor.quantizer import Operand, StatelessQuantizer
+from octavo.kernels.block_cast import BlockCast, block_cast_pair
+from octavo.scaling import MX
+from octavo.tensor.quantizer import Operand, Quantizer, StatelessQuantizer
 
 
 class BlockQuantizer(StatelessQuantizer):
@@ -30,3 +32,30 @@ class BlockQuantizer(StatelessQuantizer):
             inf_to_nan=spec.inf_to_nan,
             column_sum=column_sum,
         )
+
+
+def casts_together(one: Quantizer, other: Quantizer) -> bool:
+    """True of two that `cast_together` takes: by blocks of 128 and not of a gradient; what wraps one is none."""
+    return all(
+        type(quantizer) is BlockQuantizer and quantizer.spec.granularity is not MX and not quantizer.spec.inf_to_nan
+        for quantizer in (one, other)
+    )
+
+
+def cast_together(
+    input: BlockQuantizer,
+    x: Tensor,
+    columnwise: bool,
+    weight: BlockQuantizer,
+    w: Tensor,
+    weight_columnwise: bool,
+) -> tuple[Operand, Operand]:
+    """Codes of x [M, K] and of w [N, K], row-wise and on request column-wise too: what each quantizer makes of its own.
+
+    One launch where `octavo.kernels.block_cast.block_cast_pair` makes it so.
+    """
+    one, other = input.spec, weight.spec
+    return block_cast_pair(
+        BlockCast(x, one.format, one.granularity, one.rule, True, columnwise),
+        BlockCast(w, other.format, other.granularity, other.rule, True, weight_columnwise),
+    )

@@ -17,7 +17,7 @@ Triton twin knows blocks of 128; MX is cast by the reference on every device.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,6 +74,34 @@ def block_cast(
     return CastOutput(*_launch(x, format, granularity, rule, rowwise, columnwise, inf_to_nan, column_sum))
 
 
+class BlockCast(NamedTuple):
+    """A cast that is to be made: arguments of `block_cast`."""
+
+    x: Tensor
+    format: Format
+    granularity: Granularity
+    rule: ScaleRule
+    rowwise: bool = True
+    columnwise: bool = True
+
+
+def block_cast_pair(x: BlockCast, w: BlockCast) -> tuple[CastOutput, CastOutput]:
+    """Codes of two matrices x [M, K] and w [N, L], as two calls of `block_cast` give them; the reference is two of its.
+
+    One launch on a GPU, where both matrices lie on it, are of bf16 or fp16, and have contiguous rows of an even number
+    of elements that begin at multiples of 16 bytes (`octavo.kernels.amax.packed_kernel.is_packed`); else two casts.
+
+    Raises:
+        ValueError: as `block_cast`.
+    """
+    if torch.compiler.is_compiling() or not _is_one_launch(x, w):
+        return block_cast(*x), block_cast(*w)
+    from octavo.kernels.block_cast.pair_kernel import block_cast_pair_triton
+
+    of_x, of_w = block_cast_pair_triton(x, w)
+    return CastOutput(*of_x), CastOutput(*of_w)
+
+
 def unsupported_reasons(x: Tensor, format: Format, granularity: Granularity = BLOCK_1X128) -> list[str]:
     """Why the Triton twin does not run for this call; then the PyTorch reference does."""
     blocks = [] if _has_twin(granularity) else [f"scales by {granularity}: the kernel has blocks of 128 only"]
@@ -82,6 +110,26 @@ def unsupported_reasons(x: Tensor, format: Format, granularity: Granularity = BL
 
 def _has_twin(granularity: Granularity) -> bool:
     return granularity is not MX
+
+
+def _launches(x: Tensor, format: Format, granularity: Granularity, rowwise: bool, columnwise: bool) -> bool:
+    """Whether the Triton twin casts x [M, K] in eager code."""
+    launches = x.is_cuda and x.numel() and x.shape[1] != 1 and (rowwise or columnwise) and _has_twin(granularity)
+    return bool(launches) and runs_on(x.device.index, format.name)
+
+
+def _is_one_launch(x: BlockCast, w: BlockCast) -> bool:
+    if x.x.get_device() != w.x.get_device():
+        return False
+    for matrix, format, granularity, _, rowwise, columnwise in (x, w):
+        check_granularity(granularity)
+        if matrix.dim() != 2 or matrix.stride(1) != 1:
+            return False
+        if not _launches(matrix, format, granularity, rowwise, columnwise):
+            return False
+    from octavo.kernels.amax.packed_kernel import is_packed
+
+    return is_packed(x.x) and is_packed(w.x)
 
 
 def _launch(
@@ -97,8 +145,7 @@ def _launch(
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"block_cast takes a floating-point matrix [M, K], found {x.dtype} of shape {tuple(x.shape)}")
     check_granularity(granularity)
-    launches = x.is_cuda and x.numel() and x.shape[1] != 1 and (rowwise or columnwise) and _has_twin(granularity)
-    if launches and runs_on(x.device.index, format.name):
+    if _launches(x, format, granularity, rowwise, columnwise):
         from octavo.kernels.block_cast.triton_kernel import block_cast_triton
 
         return block_cast_triton(x, format, granularity, rule, rowwise, columnwise, inf_to_nan, column_sum)
@@ -184,7 +231,9 @@ _operator = register(
 
 __all__ = [
     "BLOCK",
+    "BlockCast",
     "block_cast",
+    "block_cast_pair",
     "block_cast_reference",
     "block_of",
     "block_under",

@@ -11,8 +11,20 @@ from octavo.formats import E4M3, E5M2
 from octavo.kernels import ScaleRule
 from octavo.kernels.block_cast import block_cast
 from octavo.recipes import BlockScaling
-from octavo.scaling import BLOCK_1X128, BLOCK_128X128, TENSOR
-from octavo.tensor import BlockQuantizer, CurrentQuantizer, Operand, QuantizedTensor, QuantizeSpec, operand_of
+from octavo.scaling import BLOCK_1X128, BLOCK_128X128, MX, TENSOR, Granularity
+from octavo.tensor import (
+    BlockQuantizer,
+    CurrentQuantizer,
+    Operand,
+    PairedQuantizer,
+    QuantizedTensor,
+    Quantizer,
+    QuantizeSpec,
+    StochasticQuantizer,
+    cast_together,
+    casts_together,
+    operand_of,
+)
 
 WEIGHT = QuantizeSpec(format=E4M3, granularity=BLOCK_128X128, power_of_two=True)
 
@@ -43,6 +55,41 @@ def test_the_recipe_gives_each_operand_its_blocks() -> None:
     assert [spec.granularity for spec in specs[:3]] == [BLOCK_1X128, BLOCK_128X128, BLOCK_1X128]
     assert all(spec.format is E4M3 and spec.power_of_two for spec in specs[:3])
     assert not any(spec.power_of_two for spec in BlockScaling(power_of_two_scales=False).linear[:3])
+
+
+@pytest.mark.parametrize("granularities", [(BLOCK_1X128, BLOCK_128X128), (BLOCK_128X128, BLOCK_1X128)], ids=str)
+def test_together_two_make_what_each_makes(granularities: tuple[Granularity, Granularity]) -> None:
+    x, w = torch.randn(40, 200), torch.randn(130, 200)
+    of_x = BlockQuantizer(QuantizeSpec(format=E4M3, granularity=granularities[0], power_of_two=True))
+    of_w = BlockQuantizer(QuantizeSpec(format=E5M2, granularity=granularities[1], epsilon=0.5))
+    assert casts_together(of_x, of_w)
+    for columnwise, weight_columnwise in ((True, True), (True, False), (False, True), (False, False)):
+        found = cast_together(of_x, x, columnwise, of_w, w, weight_columnwise)
+        expected = of_x(x, True, columnwise), of_w(w, True, weight_columnwise)
+        for one, other in zip(found, expected, strict=True):
+            assert all(same(a, b) for a, b in zip(one, other, strict=True))
+
+
+class Scaled(BlockQuantizer):
+    def __call__(self, x: Tensor, *layouts: bool, **of: bool) -> Operand:
+        return super().__call__(2 * x, *layouts, **of)
+
+
+def test_only_plain_quantizers_of_blocks_cast_together() -> None:
+    plain, mx = BlockQuantizer(WEIGHT), QuantizeSpec(format=E4M3, granularity=MX)
+    others: list[Quantizer] = [
+        Scaled(WEIGHT),
+        BlockQuantizer(mx),
+        BlockQuantizer(QuantizeSpec(format=E4M3, granularity=BLOCK_1X128, inf_to_nan=True)),
+        CurrentQuantizer(QuantizeSpec(format=E4M3)),
+        StochasticQuantizer(QuantizeSpec(format=E4M3, granularity=BLOCK_1X128, rounding="stochastic")),
+        PairedQuantizer(plain, BlockQuantizer(WEIGHT)),
+        lambda *of: plain(*of),
+    ]
+    assert casts_together(plain, plain)
+    for other in others:
+        assert not casts_together(plain, other)
+        assert not casts_together(other, plain)
 
 
 def decoded(operand: Operand, rows: int, columns: int) -> list[Tensor]:

@@ -33,6 +33,7 @@ from octavo.functional.products import (
 from octavo.functional.shared_input import as_rows, quantize_input
 from octavo.kernels import padded, scaled_mm
 from octavo.kernels.side_stream import side_of
+from octavo.kernels.triton_support import uses_triton
 from octavo.runtime import LinearPlan
 from octavo.tensor import Operand, QuantizedTensor, cast_together, operand_of
 
@@ -201,7 +202,7 @@ def _casts_together(x: Tensor, weight: Tensor, plan: LinearPlan, out_dtype: torc
     plain = type(x) is Tensor and type(weight) in (nn.Parameter, Tensor)
     # Kernels of two elements at a time take those of 16 bits; others are cast one after, or beside, the other.
     halves = out_dtype.itemsize == weight.dtype.itemsize == 2
-    return plain and halves and weight.is_cuda and weight.is_contiguous()
+    return plain and halves and weight.is_contiguous() and uses_triton(weight)
 
 
 def _both(

@@ -13,7 +13,7 @@ from torch import Tensor
 import octavo
 from octavo.formats import E4M3
 from octavo.kernels import ScaleRule
-from octavo.kernels.block_cast import block_cast, triton_kernel
+from octavo.kernels.block_cast import BlockCast, block_cast, block_cast_pair, triton_kernel
 from octavo.kernels.scaled_mm import scaled_mm
 from octavo.recipes import BlockScaling, CurrentScaling, Recipe
 from octavo.scaling import BLOCK_1X128, BLOCK_128X128
@@ -47,7 +47,8 @@ def time_linear(m: int, k: int, n: int) -> Result:
 
 
 def parts(x: Tensor, weight: Tensor, dy: Tensor) -> dict[str, Callable[[], float]]:
-    """The casts alone, and the three products alone."""
+    """The casts alone, those of the forward one after the other and by one launch, and the three products alone."""
+    forward = BlockCast(x, E4M3, BLOCK_1X128, POWER_OF_TWO), BlockCast(weight, E4M3, BLOCK_128X128, POWER_OF_TWO)
 
     def casts() -> list[Any]:
         pairs = ((x, BLOCK_1X128), (weight, BLOCK_128X128), (dy, BLOCK_1X128))
@@ -61,7 +62,12 @@ def parts(x: Tensor, weight: Tensor, dy: Tensor) -> dict[str, Callable[[], float
         scaled_mm(cdy[0], cw[2], cdy[1], cw[3])
         scaled_mm(cdy[2], cx[2], cdy[3], cx[3])
 
-    return {"casts": graph_seconds(casts, 3), "products": graph_seconds(products, 3)}
+    return {
+        "casts": graph_seconds(casts, 3),
+        "forward_casts": graph_seconds(lambda: [block_cast(*one) for one in forward], 3),
+        "forward_pair": graph_seconds(lambda: block_cast_pair(*forward), 3),
+        "products": graph_seconds(products, 3),
+    }
 
 
 def time_casts(warps: int) -> Result:

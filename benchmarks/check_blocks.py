@@ -32,7 +32,14 @@ from benchmarks.check_products import product_bound
 from benchmarks.kernel_inputs import layouts
 from octavo.formats import E4M3, E5M2, Format, decode
 from octavo.kernels import ScaleRule
-from octavo.kernels.block_cast import block_cast, block_cast_reference, expanded, is_by_row
+from octavo.kernels.block_cast import (
+    BlockCast,
+    block_cast,
+    block_cast_pair,
+    block_cast_reference,
+    expanded,
+    is_by_row,
+)
 from octavo.kernels.scaled_mm import blockwise, scaled_mm
 from octavo.recipes import BlockScaling
 from octavo.scaling import BLOCK_1X128, BLOCK_128X128, Granularity
@@ -60,6 +67,13 @@ def one_cast(
     found = block_cast(x, format, granularity, rule, **flags)
     expected = block_cast_reference(x, format, granularity, rule, **flags)
     return compare(found[:4], expected[:4])
+
+
+def one_pair(x: Tensor, w: Tensor) -> Result:
+    """The same of an input and a weight, cast by one launch where it takes them."""
+    casts = BlockCast(x, E4M3, BLOCK_1X128, POWER_OF_TWO), BlockCast(w, E4M3, BLOCK_128X128, POWER_OF_TWO)
+    found, expected = block_cast_pair(*casts), [block_cast_reference(*cast) for cast in casts]
+    return compare([*found[0][:4], *found[1][:4]], [*expected[0][:4], *expected[1][:4]])
 
 
 def check_casts(checks: Checks) -> None:
@@ -101,6 +115,11 @@ def check_casts(checks: Checks) -> None:
             checks.run("cast", call, shape=shape, granularity=str(granularity))
     for order, view in layouts(random_bits((200, 144), torch.bfloat16, device)):
         checks.run("cast", functools.partial(one_cast, view), order=order)
+        checks.run("pair", functools.partial(one_pair, view, view), order=order)
+    for shape, other in (((8192, 1280), (1280, 1280)), ((4100, 258), (130, 258)), ((1, 1040), (3000, 1040))):
+        for dtype in (torch.bfloat16, torch.float16):
+            call = functools.partial(one_pair, random_bits(shape, dtype, device), random_bits(other, dtype, device))
+            checks.run("pair", call, shape=shape, other=other, dtype=str(dtype))
 
 
 def column_sums(device: str) -> Result:

@@ -12,7 +12,8 @@ activations and gradients are quantized twice, each time from high precision, an
 
 The amax of every block comes from the same read: a tile of 128 x 128 holds 128 blocks of either kind. Bytes moved an
 element of bf16: 2 read, 2 written, and 4 / 128 a scale; current scaling with one scale a tensor reads twice. The
-Triton twin knows blocks of 128; MX is cast by the reference on every device.
+Triton twin knows blocks of 128; MX is cast by the reference on every device. `block_cast_pair` casts two matrices, by
+one launch where it can.
 """
 
 from __future__ import annotations
@@ -86,10 +87,10 @@ class BlockCast(NamedTuple):
 
 
 def block_cast_pair(x: BlockCast, w: BlockCast) -> tuple[CastOutput, CastOutput]:
-    """Codes of two matrices x [M, K] and w [N, L], as two calls of `block_cast` give them; the reference is two of its.
+    """Codes of two matrices x [M, K] and w [N, L], bit for bit those of two calls of `block_cast`.
 
-    One launch on a GPU, where both matrices lie on it, are of bf16 or fp16, and have contiguous rows of an even number
-    of elements that begin at multiples of 16 bytes (`octavo.kernels.amax.packed_kernel.is_packed`); else two casts.
+    One launch where both lie on one GPU, are of bf16 or fp16 (each of its own) and not empty, and have contiguous rows
+    in words of two elements, see `octavo.kernels.amax.packed_kernel.is_packed`. Else it is two calls.
 
     Raises:
         ValueError: as `block_cast`.

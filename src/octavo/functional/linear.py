@@ -67,7 +67,7 @@ def linear(
             apply = _apply
         result: Tensor = apply(x, weight, bias, plan, out_dtype, cached_weight)
         return result
-    if cached_weight is None and _casts_together(x, weight, plan, out_dtype):
+    if cached_weight is None and plan.together and _are_cast_together(x, weight, out_dtype):
         rows, operand = _both(x, weight, plan, out_dtype, False, False)
     else:
         operand = cached_weight or quantize_weight(weight, plan, True, False)
@@ -182,7 +182,7 @@ def _operands(
     """Codes of x and of w in the layouts that somebody will use."""
     if cached_weight is not None:
         return quantize_input(x, plan, out_dtype, keeps_codes), cached_weight
-    if _casts_together(x, weight, plan, out_dtype):
+    if plan.together and _are_cast_together(x, weight, out_dtype):
         return _both(x, weight, plan, out_dtype, keeps_codes, keeps_weight_codes(weight, plan, needs_dx))
     side = None if torch.compiler.is_compiling() else side_of(x, 2 * x.numel() * weight.shape[0])
     if side is None:
@@ -195,9 +195,9 @@ def _operands(
     return rows, operand
 
 
-def _casts_together(x: Tensor, weight: Tensor, plan: LinearPlan, out_dtype: torch.dtype) -> bool:
-    """True if x and w are cast by one launch; more exactly, if they are where rows have an even number of elements."""
-    if not plan.together or torch.compiler.is_compiling():
+def _are_cast_together(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> bool:
+    """True if x and w may be cast by one launch, which they are if their rows have an even number of elements."""
+    if torch.compiler.is_compiling():
         return False
     plain = type(x) is Tensor and type(weight) in (nn.Parameter, Tensor)
     # Kernels of two elements at a time take those of 16 bits; others are cast one after, or beside, the other.

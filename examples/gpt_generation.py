@@ -94,7 +94,7 @@ def main() -> None:
     same = written == write(model, TEXT[:10], 20, device, cached=False)
     print(f"without the cache, each token from the whole text: {'the same' if same else 'NOT the same'}")
     scales = octavo.calibrate(model, [batch(device)[:, :-1] for _ in range(2)])
-    frozen = octavo.inference.freeze(model, "tensor_static", input_scales=scales, exclude="head")
+    frozen = octavo.freeze(model, "tensor_static", input_scales=scales, exclude="head")
     served = write(model, TEXT[:10], 20, device, cached=True)
     parts = sum(a == b for a, b in zip(served, written, strict=True))
     print(

@@ -4,7 +4,7 @@ from octavo import compat, distributed, inference, inspection, optim, recipes
 from octavo.conversion import ConversionReport, convert, set_recipe, state_dict, unconvert
 from octavo.formats import E4M3, E5M2, E8M0, Format, cast, finfo
 from octavo.functional import cross_entropy, linear_cross_entropy, permute_tokens, unpermute_tokens
-from octavo.inference import calibrate
+from octavo.inference import calibrate, freeze
 from octavo.inspection import PrecisionGuard, choose_precision
 from octavo.kernels.emulation import emulation
 from octavo.kernels.support import Support, is_supported
@@ -81,6 +81,7 @@ __all__ = [
     "distributed",
     "emulation",
     "finfo",
+    "freeze",
     "inference",
     "inspection",
     "is_supported",

@@ -353,7 +353,7 @@ def test_nothing_is_warned_about_when_all_went_well() -> None:
 
 
 def test_what_is_no_module_is_told_so() -> None:
-    for function in (octavo.convert, octavo.unconvert, octavo.inference.freeze):
+    for function in (octavo.convert, octavo.unconvert, octavo.freeze):
         with pytest.raises(TypeError, match=rf"{function.__name__}: model is a list: expected an nn\.Module"):
             function([1])
         with pytest.raises(TypeError, match=r"model is Linear, a class: expected an nn\.Module"):

@@ -149,7 +149,7 @@ def test_a_class_put_on_top_stays(what: str) -> None:
         assert torch.equal(logits(model), logits(plain))
     else:
         with pytest.warns(UserWarning, match="layer.0: Sharded was put on top of it"):
-            octavo.inference.freeze(model, "row")
+            octavo.freeze(model, "row")
         logits(model)
     assert type(layer) is top
 
@@ -190,7 +190,7 @@ def test_a_forward_wrapped_since_goes_on(path: str) -> None:
 def test_a_normalisation_does_not_hold_the_layers_behind_it() -> None:
     layer = converted().model.layers[0]
     weights = weakref.ref(layer.self_attn.q_proj.weight), weakref.ref(layer.mlp.gate_proj.weight)
-    octavo.inference.freeze(layer.self_attn, "row")
+    octavo.freeze(layer.self_attn, "row")
     layer.mlp = nn.Linear(32, 32)
     gc.collect()
     assert [weight() for weight in weights] == [None, None]

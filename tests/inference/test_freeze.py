@@ -23,6 +23,14 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 33)).eval()
 
 
+def test_it_is_at_the_front_door_and_its_errors_say_so() -> None:
+    assert "freeze" in octavo.__all__
+    model = mlp()
+    assert octavo.freeze(model) == ["0", "2"]
+    with pytest.warns(UserWarning, match=r"^octavo\.freeze replaced nothing"):
+        octavo.freeze(model)
+
+
 def gpt2() -> GPT2LMHeadModel:
     config = GPT2Config(
         n_layer=1, n_head=2, n_embd=64, vocab_size=50, n_positions=16, bos_token_id=None, eos_token_id=None

@@ -72,7 +72,7 @@ class ConversionReport:
         dry_run: nothing was changed.
         device: of the model's parameters.
         structures: MLPs and normalisations that were looked at, in the order of the model; then losses.
-        frozen: how many layers the model has that `octavo.inference.freeze` made, which stay as they are.
+        frozen: how many layers the model has that `octavo.freeze` made, which stay as they are.
     """
 
     layers: tuple[LayerReport, ...]

@@ -64,7 +64,7 @@ def freeze(
             a layer that is frozen as a whole, or a layer whose channels are smoothed (`smooth_swiglu`). The model is
             unchanged then.
     """
-    check_model(model, "octavo.inference.freeze")
+    check_model(model, "octavo.freeze")
     chosen = scheme_named(scheme)
     scales = _checked_scales(chosen, input_scales)
     _check_fuse(fuse)
@@ -73,13 +73,13 @@ def freeze(
     layers, left = _sorted_out(_whole_layers(found), _tied(model))
     _check_layers(layers, chosen, scales)
     for pattern in unmatched_patterns(found, selection):
-        warnings.warn(f"octavo.inference.freeze: exclude pattern {pattern!r} matches no linear layer", stacklevel=2)
+        warnings.warn(f"octavo.freeze: exclude pattern {pattern!r} matches no linear layer", stacklevel=2)
     if not layers:
-        warnings.warn(f"octavo.inference.freeze replaced nothing: {_why_none(model, left)}", stacklevel=2)
+        warnings.warn(f"octavo.freeze replaced nothing: {_why_none(model, left)}", stacklevel=2)
     frozen = {id(layer.module): _frozen(layer, chosen, scales) for layer in layers}
     # What ran as one with a layer that goes, runs by itself again.
     for remark in unfuse(model):
-        warnings.warn(f"octavo.inference.freeze: {remark}", stacklevel=2)
+        warnings.warn(f"octavo.freeze: {remark}", stacklevel=2)
     _replace(model, frozen)
     _leave_fast_path(model)
     _share_inputs(model)

@@ -23,7 +23,7 @@ class LeftLayer(NamedTuple):
 
 
 class FreezeReport(list[str]):
-    """The qualified names of the layers that `octavo.inference.freeze` replaced, in the order of the model.
+    """The qualified names of the layers that `octavo.freeze` replaced, in the order of the model.
 
     Args:
         frozen: (name, class that the layer had) of each.

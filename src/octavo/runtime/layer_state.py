@@ -214,7 +214,7 @@ def _refuse_codes(state_dict: dict[str, Any], prefix: str) -> None:
         raise ValueError(
             f"{prefix}weight is {weight.dtype} of shape {tuple(weight.shape)}, and {prefix}weight_scale of shape"
             f" {tuple(scale.shape)}: codes of a frozen checkpoint? It loads into a model frozen with the same scheme:"
-            " octavo.inference.freeze(model, scheme) first"
+            " octavo.freeze(model, scheme) first"
         )
 
 

@@ -174,3 +174,55 @@ def test_errors_name_what_was_found() -> None:
     freeze(model)
     with pytest.raises(ValueError, match="Sequential has no linear layer to calibrate: calibrate before freezing"):
         calibrate(model, [torch.ones(1, 16)])
+
+
+X, TARGETS = torch.ones(2, 16), torch.zeros(2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        ([X, TARGETS], r"a list of 2 \(a tensor \[2, 16\], a tensor \[2\]\)"),
+        ((), r"a tuple of 0 \(\)"),
+        ({"input": X, "labels": TARGETS}, "a mapping of 'input', 'labels'"),
+        ({}, "a mapping of nothing"),
+        ([X] * 9, r"a list of 9 \((a tensor \[2, 16\], ){4}…\)"),
+    ],
+)
+def test_a_batch_that_the_model_does_not_take_is_told_with_the_remedy(batch, found: str) -> None:
+    model = one_layer()
+    takes = r"the forward of Sequential takes \(input\)\. A tuple or a list holds .* keyword arguments, .*targets"
+    with pytest.raises(ValueError, match=rf"octavo\.calibrate: the model is called with {found}, and {takes}"):
+        calibrate(model, [batch])
+    # What the message says.
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, TARGETS), batch_size=1)
+    assert calibrate(model, (inputs for inputs, _ in loader)) == calibrate(model, [X])
+
+
+@pytest.mark.parametrize(
+    ("batches", "found"),
+    [
+        (X, "a Tensor, a single batch"),
+        ({"input": X}, "a dict, a single batch"),
+        (None, "a NoneType: expected a list"),
+    ],
+)
+def test_one_batch_is_not_taken_for_several(batches, found: str) -> None:
+    with pytest.raises(ValueError, match=rf"octavo\.calibrate: batches is {found}"):
+        calibrate(one_layer(), batches)
+
+
+def test_what_fails_inside_of_the_model_is_not_explained_away() -> None:
+    class Fails(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(self.drop(x, 3))
+
+    with pytest.raises(TypeError, match="positional arguments but 3 were given"):
+        calibrate(Fails(), [X])
+
+
+def test_a_batch_without_a_tensor_is_told() -> None:
+    with pytest.raises(ValueError, match="a linear layer is called with a str, and its input must be a tensor"):
+        calibrate(one_layer(), ["text"])
+    with pytest.raises(TypeError, match=r"octavo\.calibrate: model is a str"):
+        calibrate("model", [X])

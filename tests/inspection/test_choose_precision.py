@@ -436,6 +436,19 @@ def test_models_of_transformers_give_their_own_loss(architecture: str) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"batches": []}, "got no batch: give at least one"),
     ({"batches": torch.ones(2, WIDTH)}, r"batches is a Tensor, a single batch: give a list of batches"),
+    ({"batches": None}, r"batches is a NoneType: expected a list of batches"),
+    (
+        {"loss": None},
+        r"the model is called with a tuple of 2 \(a tensor \[64, 32\], a tensor \[64, 16\]\), and the forward of"
+        r" Sequential takes \(input\)\. A tuple or a list holds .* give loss=, a function of \(output, targets\)",
+    ),
+    (
+        {"batches": [(torch.ones(2, WIDTH), torch.ones(2, 1), torch.ones(2, WIDTH))]},
+        r"called with a tuple of 2 \(a tensor \[2, 32\], a tensor \[2, 1\]\), and .* leave out what it does not take\."
+        r" With loss= the last entry",
+    ),
+    ({"batches": [{"input": torch.ones(2, WIDTH), "labels": 1}]}, r"called with a mapping of 'input', 'labels', and "),
+    ({"batches": [()]}, r"called with a tuple of 0 \(\), and the forward of Sequential takes \(input\)"),
     (
         {"loss": None, "batches": [batches()[0][:1]]},
         r"the loss is a tensor of shape \(64, 16\), and it must be a scalar tensor: give loss=",

@@ -12,7 +12,7 @@ for others, and the same in whatever order the batches come. What is not finite 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from octavo.formats import E4M3
 from octavo.inference.freezing import Freezing, freezes
+from octavo.runtime.given_model import check_batches, check_model, output_of
 from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
 from octavo.tensor import quantize
 
@@ -28,6 +29,10 @@ METHODS = ("max", "percentile", "mse")
 PERCENTILE = 0.9999
 # Magnitudes of bf16 below infinity, by their bits.
 _MAGNITUDES = 0x7F80
+_REMEDY = (
+    "leave out what it does not take, such as targets. Of batches that are (inputs, targets), as those of a DataLoader,"
+    " give (inputs for inputs, _ in batches)"
+)
 
 
 @torch.no_grad()
@@ -41,15 +46,20 @@ def calibrate(model: nn.Module, batches: Iterable[Any], method: Method = "max") 
 
     Args:
         model: in high precision; runs in evaluation mode, and every module's training flag is put back afterwards.
-        batches: each a tensor, a tuple of arguments, or a mapping of keyword arguments of the model.
+        batches: each a tensor, a tuple or list of arguments, or a mapping of keyword arguments of the model. What the
+            model does not take is left out before: `calibrate(model, (inputs for inputs, _ in loader))`.
         method: "max", "percentile" or "mse".
 
     Returns:
         value = code * scale; positive, from 2^-126 to 2^126.
 
     Raises:
-        ValueError: an unknown method, no batch, or a model without linear layers.
+        TypeError: the model is no module.
+        ValueError: an unknown method, no batch, one batch instead of several, a batch that the model does not take, or
+            a model without linear layers.
     """
+    check_model(model, "octavo.calibrate")
+    check_batches(batches, "octavo.calibrate")
     if method not in METHODS:
         raise ValueError(f"method is {method!r}: expected 'max', 'percentile' or 'mse'")
     layers = {name: (module, freezes(module)) for name, module in model.named_modules()}
@@ -65,7 +75,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any], method: Method = "max") 
                 handles.append(layer.register_forward_pre_hook(_hook(name, freezing, seen), with_kwargs=True))
         model.eval()
         for batch in batches:
-            _call(model, batch)
+            output_of(model, batch, "octavo.calibrate", _REMEDY)
             count += 1
     finally:
         for module, flag in training:
@@ -127,12 +137,3 @@ def _hook(
             seen.setdefault(f"{name}{suffix}".removeprefix("."), _Seen()).add(x)
 
     return look
-
-
-def _call(model: nn.Module, batch: Any) -> None:
-    if isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, (tuple, list)):
-        model(*batch)
-    else:
-        model(batch)

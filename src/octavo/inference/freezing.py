@@ -137,7 +137,14 @@ def frozen_form(module: nn.Module, scheme: Scheme, scales: Sequence[float | None
 
 def _first(arguments: Arguments, keywords: Keywords) -> Tensor:
     """The first tensor that a layer is called with."""
-    return next(value for value in (*arguments, *keywords.values()) if isinstance(value, Tensor))
+    given = (*arguments, *keywords.values())
+    for value in given:
+        if isinstance(value, Tensor):
+            return value
+    shown = ", ".join(f"a {type(value).__name__}" for value in given) or "nothing"
+    raise ValueError(
+        f"octavo.calibrate: a linear layer is called with {shown}, and its input must be a tensor: look at the batches"
+    )
 
 
 def _matrix(module: Any) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from octavo.modules import FP8LinearMixin
 from octavo.recipes import CurrentScaling, Recipe, check_recipe
 from octavo.recipes.recipe import OPERANDS
 from octavo.runtime import autocast
-from octavo.runtime.given_model import check_model
+from octavo.runtime.given_model import check_batches, check_model
 from octavo.tensor import QuantizedTensor
 
 DEFAULT_BUDGET = 0.05
@@ -78,18 +78,20 @@ def choose_precision(
 
     Args:
         model: in training mode if that is what is asked about; converted or not, not compiled.
-        batches: each a mapping of keyword arguments, a tuple of arguments, or a tensor. Two to eight will do.
+        batches: each a mapping of keyword arguments, a tuple or list of arguments, or a tensor. Two to eight will do.
         recipe: `CurrentScaling()` if None. Layers that its overrides keep in high precision stay so.
-        loss: a function of (output, targets): the last entry of a tuple is the targets; of a mapping or a tensor it
-            gets the batch itself. None takes the loss that the model returns, as transformers' models do.
+        loss: a function of (output, targets): the last entry of a tuple is the targets, which the model does not get;
+            of a mapping or a tensor both get all of the batch. None takes the loss that the model returns, as
+            transformers' models do.
         budget: how much the loss may change by what FP8 does to the layers' outputs, to first order and relative to the
             loss: 0.05 for 5 %. math.inf leaves the choice to the bounds.
         bounds: what operands may lose; `octavo.inspection.PrecisionBounds()` if None.
 
     Raises:
         TypeError: the model is no module.
-        ValueError: no batch, no linear layer that can be measured, no parameter that needs a gradient, a compiled
-            model, a loss that is no finite scalar with a gradient, a budget that is no positive number or 0.
+        ValueError: no batch, one that the model does not take, no linear layer that can be measured, no parameter that
+            needs a gradient, a compiled model, a loss that is no finite scalar with a gradient, a budget that is no
+            positive number or 0.
     """
     check_model(model, "octavo.choose_precision")
     check_recipe(recipe)
@@ -112,8 +114,7 @@ def _check_arguments(model: nn.Module, batches: Any, loss: Any, budget: Any, bou
         raise ValueError(f"bounds is {bounds!r}: expected an octavo.inspection.PrecisionBounds, or None")
     if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget >= 0:
         raise ValueError(f"budget is {budget!r}: expected a relative change of the loss, 0 or more, such as 0.05")
-    if isinstance(batches, (Tensor, Mapping)):
-        raise ValueError(f"batches is a {type(batches).__name__}, a single batch: give a list of batches, [batch]")
+    check_batches(batches, "octavo.choose_precision")
     if is_compiled(model):
         raise ValueError(
             f"{type(model).__name__} is compiled, and choose_precision looks at eager code only: choose first, convert,"

@@ -10,11 +10,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo.runtime.given_model import output_of
+
 Loss = Callable[[Any, Any], Tensor] | None
 
+_FUNCTION = "octavo.choose_precision"
 _LOSS_REMEDY = (
     "give loss=, a function of (output, targets) that returns one number; without it the model must return a loss, as"
     " transformers' models do when they are given labels"
+)
+_WITHOUT_LOSS = (
+    "if the last one is the targets, give loss=, a function of (output, targets), such as"
+    " torch.nn.functional.cross_entropy; leave out what else the model does not take"
+)
+_WITH_LOSS = (
+    "leave out what it does not take. With loss= the last entry of a tuple or a list is the targets, which the model"
+    " does not get: give (inputs, targets). Of a mapping both get everything"
 )
 
 
@@ -28,17 +39,15 @@ def loss_of(model: nn.Module, batch: Any, loss: Loss) -> Tensor:
         loss: None takes what the model returns: its `loss`, the entry "loss" of a mapping, or a tensor of one element.
 
     Raises:
-        ValueError: the loss is no scalar, not finite, or does not depend on the model.
+        ValueError: the model does not take the batch; the loss is no scalar, not finite, or does not depend on the
+            model.
     """
-    targets: Any = batch
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-    elif isinstance(batch, (tuple, list)) and batch:
-        output, targets = model(*(batch if loss is None else batch[:-1])), batch[-1]
-    else:
-        output = model(batch)
-    value = _returned_loss(output) if loss is None else loss(output, targets)
-    return _checked_loss(value)
+    if loss is None:
+        return _checked_loss(_returned_loss(output_of(model, batch, _FUNCTION, _WITHOUT_LOSS)))
+    inputs, targets = batch, batch
+    if isinstance(batch, (tuple, list)) and batch:
+        inputs, targets = batch[:-1], batch[-1]
+    return _checked_loss(loss(output_of(model, inputs, _FUNCTION, _WITH_LOSS), targets))
 
 
 def _returned_loss(output: Any) -> Any:

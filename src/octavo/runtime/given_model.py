@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def check_model(model: Any, function: str) -> None:
@@ -12,3 +14,65 @@ def check_model(model: Any, function: str) -> None:
     if not isinstance(model, nn.Module):
         shown = f"{model.__name__}, a class" if isinstance(model, type) else f"a {type(model).__name__}"
         raise TypeError(f"{function}: model is {shown}: expected an nn.Module; put several into an nn.ModuleList")
+
+
+def check_batches(batches: Any, function: str) -> None:
+    """Raise ValueError unless there are several of them: of one batch, rows or keys would be taken for batches."""
+    if isinstance(batches, (Tensor, Mapping, str)):
+        raise ValueError(
+            f"{function}: batches is a {type(batches).__name__}, a single batch: give a list of batches, [batch]"
+        )
+    if not isinstance(batches, Iterable):
+        raise ValueError(
+            f"{function}: batches is a {type(batches).__name__}: expected a list of batches, or a DataLoader"
+        )
+
+
+def output_of(model: nn.Module, batch: Any, function: str, remedy: str) -> Any:
+    """What the model gives for a batch.
+
+    Args:
+        model: called as the form of the batch says.
+        batch: a mapping holds keyword arguments, a tuple or a list positional ones; anything else is the one argument.
+        function: the one that was called with batches.
+        remedy: what to do if the model does not take them.
+
+    Raises:
+        ValueError: the model's forward does not take these arguments.
+    """
+    keywords = batch if isinstance(batch, Mapping) else {}
+    arguments = () if keywords is batch else batch if isinstance(batch, (tuple, list)) else (batch,)
+    try:
+        return model(*arguments, **keywords)
+    except TypeError as error:
+        taken = _refusal(model, arguments, keywords)
+        # What went wrong inside of the model is the model's to tell.
+        if not taken:
+            raise
+        raise ValueError(
+            f"{function}: the model is called with {_shown(batch)}, and {taken}. A tuple or a list holds the model's"
+            f" arguments, a mapping its keyword arguments, anything else is its one argument: {remedy}"
+        ) from error
+
+
+def _refusal(model: nn.Module, arguments: Iterable[Any], keywords: Mapping[str, Any]) -> str:
+    """What the model's forward takes; empty if it takes these arguments, or does not say."""
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):
+        return ""
+    try:
+        signature.bind(*arguments, **keywords)
+    except TypeError:
+        return f"the forward of {type(model).__name__} takes ({', '.join(signature.parameters)})"
+    return ""
+
+
+def _shown(batch: Any) -> str:
+    """A batch in a few words."""
+    if isinstance(batch, Mapping):
+        return f"a mapping of {', '.join(map(repr, batch)) or 'nothing'}"
+    if isinstance(batch, (tuple, list)):
+        shown = [*map(_shown, batch[:4]), *(["…"] if len(batch) > 4 else [])]
+        return f"a {type(batch).__name__} of {len(batch)} ({', '.join(shown)})"
+    return f"a tensor {list(batch.shape)}" if isinstance(batch, Tensor) else f"a {type(batch).__name__}"

@@ -137,3 +137,17 @@ def test_transforms_of_torch_func_are_seen() -> None:
 
     torch.func.grad(function)(torch.ones(3))
     assert seen == [True]
+
+
+def test_the_sequence_number_counts_what_autograd_records_and_nothing_else() -> None:
+    number = torch._C._autograd._get_sequence_nr
+    x, before = torch.ones(3, requires_grad=True), number()
+    with torch.no_grad():
+        x.mul_(2)
+    torch.ones(3) * 2
+    x.detach()
+    assert number() == before
+    y = x * 2
+    assert number() == before + 1
+    y.sum().backward()
+    assert number() == before + 2, "the sum alone"

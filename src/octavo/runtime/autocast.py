@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from octavo.recipes import CurrentScaling, Recipe, check_recipe
+from octavo.runtime.layer_state import any_layer_was_built
 from octavo.runtime.update import end_step
 
 DEFAULT_RECIPE: Recipe = CurrentScaling()
 
+# How many operations autograd has recorded in this thread.
+_recorded = torch._C._autograd._get_sequence_nr
 
-@dataclass(frozen=True)
-class Frame:
-    """One entered context."""
+
+class Frame(NamedTuple):
+    """One entered context. (A frozen dataclass takes three times as long to make.)
+
+    Attributes:
+        enabled, recipe, group, calibrating: as given.
+        outer: the context around it.
+        recorded: what autograd had recorded when it was entered; None where there is an FP8 layer, or code is compiled.
+    """
 
     enabled: bool
     recipe: Recipe | None
     group: object | None
     calibrating: bool
     outer: Frame | None
+    recorded: int | None
 
     @property
     def ends_step(self) -> bool:
@@ -67,6 +77,11 @@ class autocast:
     exit of the outermost enabled one, with gradients enabled, ends a step of delayed scaling. An exception updates
     nothing and calls no collective.
 
+    Only Octavo's layers look at it: convert a model first (`octavo.convert`), or build it with them. A training forward
+    with a recipe in a process that has never built such a layer gives a warning. Where there are some, nothing tells
+    whether those of this model are among them, since compiled code and CUDA graphs run them without a trace;
+    `octavo.count_gemms` does, in eager code.
+
     Args:
         enabled: False runs the layers inside in high precision.
         recipe: None leaves converted layers their own recipe; others take `CurrentScaling()`.
@@ -91,7 +106,8 @@ class autocast:
         self.calibrating = calibrating
 
     def __enter__(self) -> autocast:
-        _STACK.top = Frame(self.enabled, self.recipe, self.amax_group, self.calibrating, _STACK.top)
+        recorded = None if torch.compiler.is_compiling() or any_layer_was_built() else _recorded()
+        _STACK.top = Frame(self.enabled, self.recipe, self.amax_group, self.calibrating, _STACK.top, recorded)
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -101,6 +117,23 @@ class autocast:
         gathers = trains() or frame.calibrating
         if kind is None and frame.ends_step and gathers and not in_backward():
             end_step(_STACK.owner, frame.group, frame.recipe)
+            if frame.recorded is not None:
+                _notice_no_layer(frame, frame.recorded)
+
+
+def _notice_no_layer(frame: Frame, recorded: int) -> None:
+    """Warn if a training forward has run with a recipe, and there has never been a layer that could take it.
+
+    No layer at all is the only sure sign: compiled code and CUDA graphs run those that are there without a trace.
+    """
+    if frame.enabled and frame.recipe is not None and _recorded() != recorded and not any_layer_was_built():
+        # Python shows the warning of one line of code once.
+        warnings.warn(
+            f"octavo.autocast: {type(frame.recipe).__name__} changed nothing: no FP8 layer has been built in this"
+            " process, and those of torch.nn do not look at the context. Call octavo.convert(model, recipe) once before"
+            " training, or build the model with octavo.Linear (what octavo.freeze made runs in FP8 without a context)",
+            stacklevel=3,
+        )
 
 
 def current_frame() -> Frame | None:

@@ -224,6 +224,11 @@ def _register(state: LayerState) -> None:
         _REGISTRY.append(weakref.ref(state))
 
 
+def any_layer_was_built() -> bool:
+    """True from the first FP8 layer of this process on, also after it is gone."""
+    return bool(_REGISTRY)
+
+
 def registered_states() -> list[LayerState]:
     """All states that are alive, in the order in which they were built."""
     states = []

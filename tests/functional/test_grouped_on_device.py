@@ -160,6 +160,22 @@ def test_gradients_accumulate_apart() -> None:
         assert torch.equal(one.grad, other.grad)
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    [CurrentScaling(), CurrentScaling(backward="high_precision"), RowwiseScaling(high_precision_wgrad=True), None],
+    ids=["fp8", "backward high", "wgrad high", "none"],
+)
+def test_products_are_counted_as_of_sizes_in_a_list(recipe: octavo.recipes.Recipe | None) -> None:
+    layer = octavo.GroupedLinear(3, K, N, recipe=recipe)
+    counts = []
+    for run, sizes in ((layer, [4, 0, 5]), (OnDevice(layer), torch.tensor([4, 0, 5]))):
+        with octavo.count_gemms() as counted:
+            run(torch.randn(9, K, requires_grad=True), sizes).sum().backward()
+        counts.append(counted.by_layer())
+    assert counts[0] == counts[1]
+    assert sum(map(len, counts[1].values())) == (0 if recipe is None else 9)
+
+
 def plan(recipe: octavo.recipes.Recipe) -> LinearPlan:
     part = octavo.GroupedLinear(1, K, N, recipe=recipe).parts[0]
     return plan_linear(layer_call(part.delayed_state, recipe, None), part.delayed_state, "")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import octavo
@@ -87,3 +92,127 @@ def test_one_counter_object_within_itself() -> None:
         layer(x)
     layer(x)
     assert (outer.fp8, inner.fp8) == (1, 1)
+
+
+def converted(layers: int = 2) -> nn.Sequential:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(layers)))
+    octavo.convert(model, CurrentScaling())
+    return model
+
+
+def test_what_runs_wholly_in_high_precision_is_not_counted() -> None:
+    x, model = torch.randn(4, 16, requires_grad=True), converted()
+    with octavo.count_gemms() as counted:
+        with octavo.autocast(enabled=False):
+            model(x).sum().backward()
+        octavo.Linear(16, 16)(x).sum().backward()
+        nn.Linear(16, 16)(x).sum().backward()
+        q = octavo.quantize(torch.randn(16, 16), octavo.E4M3)
+        octavo.scaled_mm(q, octavo.quantize(torch.randn(16, 16), octavo.E4M3))
+    assert not counted.entries
+    with octavo.count_gemms() as counted, octavo.autocast(recipe=CurrentScaling(overrides={"^1$": None})):
+        model(x)
+    assert counted.by_layer() == {"0": {FPROP: 1}}
+
+
+def test_calls_without_tokens_or_gradients_count_and_layers_without_a_name_share_that_of_their_class() -> None:
+    one, other = (octavo.Linear(16, 16, recipe=CurrentScaling()) for _ in range(2))
+    with octavo.count_gemms() as counted:
+        one(torch.zeros(0, 16))
+        with torch.no_grad():
+            other(torch.zeros(4, 16))
+    assert counted.by_layer() == {"Linear": {FPROP: 2}}
+
+
+def test_a_backward_counts_where_its_forward_ran_whenever_and_wherever_it_runs() -> None:
+    x, model = torch.randn(4, 16), converted(1)
+    y = model(x).sum()
+    with octavo.count_gemms() as inside:
+        y.backward()
+        y = model(x).sum()
+    assert inside.by_layer() == {"0": {FPROP: 1}}
+    backward = threading.Thread(target=y.backward)
+    backward.start()
+    backward.join()
+    assert inside.by_layer() == {"0": {FPROP: 1, WGRAD: 1}}
+    with octavo.count_gemms() as mine:
+        forward = threading.Thread(target=lambda: model(x))
+        forward.start()
+        forward.join()
+    assert not mine.entries, "each thread has its own"
+
+
+def test_compiled_code_is_not_counted() -> None:
+    compiled: Any = torch.compile(converted(1), backend="aot_eager", fullgraph=True)
+    x = torch.randn(4, 16, requires_grad=True)
+    for _ in range(2):
+        with octavo.count_gemms() as counted:
+            compiled(x).sum().backward()
+        assert not counted.entries
+    part = nn.Sequential(converted(1), compiled)
+    with octavo.count_gemms() as counted:
+        part(x).sum().backward()
+    assert counted.by_layer() == {"0": {FPROP: 1, DGRAD: 1, WGRAD: 1}}
+
+
+def test_frozen_layers_count_the_products_of_their_forward() -> None:
+    for scheme in ("row", "block128"):
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        octavo.freeze(model, scheme)
+        with octavo.count_gemms() as counted, torch.no_grad():
+            model(torch.randn(4, 16))
+        assert counted.by_layer() == {"0": {FPROP: 1}, "1": {FPROP: 1}}
+
+
+def in_this_thread(function: Callable[[], Any]) -> None:
+    function()
+
+
+def in_another_thread(function: Callable[[], Any]) -> None:
+    """As autograd runs a backward on a GPU."""
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+RUNS = [in_this_thread, in_another_thread]
+# (fprops, dgrads): of the forward, and of the recompute as torch's checkpoint lets it be seen.
+TORCH = {(False, RUNS[0]): (2, 1), (False, RUNS[1]): (1, 1), (True, RUNS[0]): (2, 1), (True, RUNS[1]): (1, 0)}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recompute_counts_its_forward_again(reentrant: bool, run: Callable[..., None]) -> None:
+    model, x = converted(1), torch.randn(4, 16, requires_grad=True)
+    with octavo.count_gemms() as counted:
+        y = octavo.checkpoint(model, x, use_reentrant=reentrant).sum()
+        run(y.backward)
+        y = octavo.checkpoint(model, x, use_reentrant=reentrant).sum()
+    with octavo.count_gemms() as later:
+        run(y.backward)
+    assert counted.by_layer() == {"0": {FPROP: 4, DGRAD: 2, WGRAD: 2}}
+    assert not later.entries
+    with octavo.count_gemms() as counted:
+        run(torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant).sum().backward)
+    fprops, gradients = TORCH[reentrant, run]
+    assert counted.entries["0", "fprop", "fp8 emulated"] == fprops
+    assert [counted.entries["0", gemm, "fp8 emulated"] for gemm in ("dgrad", "wgrad")] == [gradients] * 2
+
+
+def test_who_counts_is_as_before_after_a_recompute_that_fails() -> None:
+    class Fails(nn.Module):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls == 2:
+                raise RuntimeError("on purpose")
+            return x.sin()
+
+    y = octavo.checkpoint(Fails(), torch.ones(3, requires_grad=True)).sum()
+    model = converted(1)
+    with octavo.count_gemms() as counted:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            y.backward()
+        model(torch.randn(4, 16))
+    assert counted.fp8 == 1

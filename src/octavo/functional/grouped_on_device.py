@@ -193,9 +193,11 @@ class _GroupedOnDevice(torch.autograd.Function):
         if dgrad_fp8 and codes is not None:
             how = call.first.accumulate.dgrad
             dy_codes, dy_scale = codes.row_wise
+            _count(call, "dgrad", dy_codes)
             dx = grouped_mm(dy_codes, w_codes_t, dy_scale, w_scale_t, None, groups.ends, call.dtype, how)
             dx = _trimmed(dx, ctx.num_in)
         elif needs_dx:
+            _count(call, "dgrad", None)
             dx = plain_grouped_mm(rows, _high(weights, rows.dtype), None, groups.ends, False)
         # 3. wgrad.  [N, m] @ [m, K] -> [N, K] of each expert
         dws: list[Tensor | None] = [None] * num_experts
@@ -205,12 +207,14 @@ class _GroupedOnDevice(torch.autograd.Function):
                     inputs = [plan.input for plan in call.plans]
                     x_codes_t, x_scale_t = quantize_groups_again(x, groups, inputs, x_scale_t).column_wise
                 dy_codes, dy_scale = codes.column_wise
+                _count(call, "wgrad", dy_codes)
                 dtype, how = ctx.dtypes[0], call.first.accumulate.wgrad
                 dw = grouped_mm_over_rows(
                     dy_codes, x_codes_t, dy_scale, x_scale_t, groups.ends, groups.ends_t, dtype, how
                 )
                 dw = dw[:, :num_out, : ctx.num_in]
             else:
+                _count(call, "wgrad", None)
                 dw = plain_grouped_mm_over_rows(rows, x, groups.ends)
             dws = _each(dw, ctx.dtypes[:num_experts], wants[:num_experts])
         # 4. dbias, of the high-precision dy.  [M, N] -> [N] of each expert
@@ -231,10 +235,21 @@ def _fprop(
 ) -> Tensor:
     codes, scale = operand.row_wise
     w_codes, w_scale = _stacked(made, column_wise=False)
+    _count(call, "fprop", codes)
     if bias is not None and w_codes.shape[1] != num_out:
         bias = torch.nn.functional.pad(bias, (0, padded(num_out) - num_out))
     y = grouped_mm(codes, w_codes, scale, w_scale, bias, groups.ends, call.dtype, call.first.accumulate.fprop)
     return _trimmed(y, num_out)
+
+
+def _count(call: DeviceCall, gemm: str, codes: Tensor | None) -> None:
+    """Note a product of each expert for `octavo.count_gemms`; without codes, one in high precision."""
+    if call.plans is None or call.first.counter is None:
+        return
+    # `unsupported_reasons` lets none on a GPU pass that would have to be emulated there.
+    precision = "high precision" if codes is None else "fp8" if codes.is_cuda else "fp8 emulated"
+    for plan in call.plans:
+        call.first.counter.add(plan.name, gemm, precision)
 
 
 def _weight_operands(weights: Sequence[Tensor], call: DeviceCall, columnwise: bool) -> list[Operand]:

@@ -26,6 +26,7 @@ from octavo.runtime.autocast import (
     recipe_in_force,
     trains,
 )
+from octavo.runtime.counting import counting_with, current_count
 from octavo.runtime.layer_state import LayerState, UsedScales
 
 
@@ -246,14 +247,15 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     if not torch.is_grad_enabled():
         # Nothing is recomputed from here: an evaluation, or the first forward of a reentrant checkpoint around this.
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
-    tape = _Tape(_CURRENT.tape)
+    # A backward may run in a thread of its own, where nobody counts.
+    tape, counter = _Tape(_CURRENT.tape), current_count()
 
     def run(*inner: Any, **inner_kwargs: Any) -> Any:
         outer, _CURRENT.tape = _CURRENT.tape, tape
         tape.position = 0
         hides = use_reentrant and not tape.recorded
         try:
-            with hidden_training() if hides else nullcontext():
+            with hidden_training() if hides else nullcontext(), counting_with(counter):
                 return function(*inner, **inner_kwargs)
         finally:
             tape.recorded = True

@@ -10,7 +10,7 @@ import torch
 
 
 class GemmCount:
-    """Matrix products by layer, product and precision.
+    """Matrix products by layer, product and precision: what `octavo.count_gemms` says of them.
 
     Attributes:
         entries: counts of (layer, "fprop" | "dgrad" | "wgrad", "fp8" | "fp8 emulated" | "high precision").
@@ -30,7 +30,7 @@ class GemmCount:
 
     @property
     def high_precision(self) -> int:
-        """Products of Octavo's layers that ran in high precision."""
+        """Products in high precision of layers under a recipe; those of layers without one are not counted."""
         return sum(n for (_, _, precision), n in self.entries.items() if precision == "high precision")
 
     def by_layer(self) -> dict[str, dict[str, int]]:
@@ -55,13 +55,34 @@ _CURRENT = _Current()
 
 
 class count_gemms:
-    """Context: counts the products of Octavo's layers, those of a backward included whose forward ran inside.
+    """Context: counts the matrix products of Octavo's linear layers under a recipe, in eager code.
 
         with octavo.count_gemms() as n:
             model(x).sum().backward()
         print(n)
 
-    Eager code only: compiled code runs no Python to count with.
+    One is counted for each product that is computed in a call of a layer: fprop y = x w^T, dgrad dx = dy w and wgrad
+    dw = dy^T x. A gradient that nobody needs costs no product. A `GroupedLinear` has one an expert (`<name>.expert0`),
+    also of experts without a token, and with sizes on the device of all experts if one needs it; a `LayerNormMLP` has
+    those of `<name>.fc1` and `<name>.fc2`; an `LMHead` one a chunk of tokens, all three in the forward unless it
+    recomputes; a frozen layer fprops alone. Names are those that `octavo.convert` and `octavo.freeze` give; layers
+    without one share that of their class.
+
+        fp8             codes multiplied on FP8 units
+        fp8 emulated    the same codes, multiplied otherwise where there is no such unit for them
+        high precision  a dgrad or wgrad that the recipe of the layer keeps out of FP8
+
+    Not counted: layers that run wholly in high precision (no recipe, an override to None, `autocast(enabled=False)`),
+    layers of torch's, the products of attention, and `octavo.scaled_mm`.
+
+    A product counts in the innermost context of the thread in which its forward ran, those of the backward too, also if
+    that runs later or in another thread. What `octavo.checkpoint` recomputes counts there again: two fprops. What
+    `torch.utils.checkpoint` recomputes counts if the thread that recomputes it is inside a context. That is the
+    caller's on a CPU; on a GPU autograd's own, which never is: with `use_reentrant=True` dgrads and wgrads are missing
+    then.
+
+    Compiled code runs no Python to count with, and nothing of it is counted: 0 there says nothing. Nor is the replay of
+    a CUDA graph; a module of `octavo.make_graphed_callables` runs its layers instead, and is counted.
     """
 
     def __init__(self) -> None:
@@ -74,6 +95,19 @@ class count_gemms:
 
     def __exit__(self, *error: Any) -> None:
         _CURRENT.count = self._outer.pop()
+
+
+class counting_with:
+    """Context: products are counted by `count`, or by nobody if it is None: of a recompute, who counted its forward."""
+
+    def __init__(self, count: GemmCount | None) -> None:
+        self._count = count
+
+    def __enter__(self) -> None:
+        self._count, _CURRENT.count = _CURRENT.count, self._count
+
+    def __exit__(self, *error: Any) -> None:
+        self._count, _CURRENT.count = _CURRENT.count, self._count
 
 
 def current_count() -> GemmCount | None:

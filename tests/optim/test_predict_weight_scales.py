@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import octavo
+import octavo.optim.late_answer
+import octavo.optim.step_bound
 import octavo.tensor.quantizer
 from octavo.recipes import (
     CurrentScaling,
@@ -645,6 +647,99 @@ def test_what_step_bound_gives_for_a_thawed_group_is_checked_before_the_step(bou
     assert torch.equal(model[2].weight, before)
     optimizer.param_groups[1]["bound"] = 1e-2
     step_of_ones(optimizer)
+    assert_nothing_saturates(model)
+
+
+@pytest.fixture
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that step_bound gives is not looked at, but at the call, though it lies on the CPU."""
+    looked_at = octavo.optim.step_bound._checked
+
+    def checked(given: Any, device: torch.device, waits: bool) -> Any:
+        return given.reshape(()).abs() if isinstance(given, Tensor) and not waits else looked_at(given, device, waits)
+
+    monkeypatch.setattr(octavo.optim.step_bound, "_checked", checked)
+
+
+@pytest.mark.usefixtures("_as_on_a_gpu")
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("unbounded", [float("nan"), float("inf")], ids=str)
+def test_a_bound_that_is_not_finite_on_the_device_is_told_at_the_next_step(unbounded: float, recipe: str) -> None:
+    model = converted(RECIPES[recipe])
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    optimizer.param_groups[0]["bound"] = torch.tensor(2e-2)
+    octavo.predict_weight_scales(model, optimizer, every=1000, step_bound=twice_the_rate)
+    step_of_ones(optimizer)
+    assert_nothing_saturates(model)
+    before = bound_of(model[0])
+    optimizer.param_groups[0]["bound"] = torch.tensor(unbounded)
+    step_of_ones(optimizer)
+    assert bound_of(model[0]) == before, "the best that is known"
+    y = model(torch.randn(4, 32))
+    assert y.isfinite().all()
+    assert y.any()
+    optimizer.param_groups[0]["bound"] = torch.tensor(2e-2)
+    largest = [layer.weight.detach().abs().max().item() for layer in (model[0], model[2])]
+    with pytest.warns(UserWarning, match=r"a tensor that is NaN or inf for param group 0, .* measured again") as caught:
+        step_of_ones(optimizer)
+    assert caught[0].filename == __file__
+    assert len(caught) == 1
+    assert [bound_of(layer) for layer in (model[0], model[2])] == pytest.approx([amax + 2e-2 for amax in largest])
+    step_of_ones(optimizer)
+    assert_nothing_saturates(model)
+
+
+@pytest.mark.usefixtures("_as_on_a_gpu")
+def test_an_answer_that_has_not_come_is_not_waited_for_and_other_groups_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = converted()
+    groups = [{"params": layer.parameters(), "bound": torch.tensor(2e-2)} for layer in (model[0], model[2])]
+    optimizer = torch.optim.SGD(groups, 1e-2)
+    predicted = octavo.predict_weight_scales(model, optimizer, every=1000, step_bound=twice_the_rate)
+    optimizer.param_groups[1]["bound"] = torch.tensor(float("nan"))
+    step_of_ones(optimizer)
+    optimizer.param_groups[1]["bound"] = torch.tensor(2e-2)
+    with monkeypatch.context() as patched:
+        patched.setattr(octavo.optim.late_answer.LateAnswer, "has_come", lambda self: False)
+        step_of_ones(optimizer)
+    with pytest.warns(UserWarning, match="for param group 1"):
+        step_of_ones(optimizer)
+    assert_nothing_saturates(model)
+    slack = predicted.slack()
+    assert slack["0"] > slack["2"], "that of the other group was not measured"
+    step_of_ones(optimizer)
+    assert not predicted.left
+
+
+@pytest.mark.usefixtures("_as_on_a_gpu")
+def test_a_bound_that_is_not_finite_at_the_call_is_refused() -> None:
+    model = converted()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with pytest.raises(ValueError, match=r"step_bound returned tensor\(nan\) for param group 0: expected the largest"):
+        octavo.predict_weight_scales(model, optimizer, step_bound=lambda group: torch.tensor(float("nan")))
+
+
+@pytest.mark.gpu
+def test_a_bound_on_a_gpu_is_not_waited_for_and_told_all_the_same() -> None:
+    model = converted().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    given = {"bound": torch.tensor(2e-2, device="cuda")}
+    bad = torch.tensor(float("nan"), device="cuda")
+    with pytest.raises(ValueError, match=r"step_bound returned tensor\(nan.* for param group 0: expected the largest"):
+        octavo.predict_weight_scales(model, optimizer, step_bound=lambda group: bad)
+    octavo.predict_weight_scales(model, optimizer, every=1000, step_bound=lambda group: given["bound"])
+    step_of_ones(optimizer)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for bound in (given["bound"], bad):
+            given["bound"] = bound
+            step_of_ones(optimizer)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    given["bound"] = torch.tensor(2e-2, device="cuda")
+    torch.cuda.synchronize()
+    with pytest.warns(UserWarning, match="a tensor that is NaN or inf for param group 0"):
+        step_of_ones(optimizer)
     assert_nothing_saturates(model)
 
 

@@ -18,12 +18,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.kernels import amax
 from octavo.modules import FP8LinearMixin
 from octavo.optim.bound_table import FROZEN, MEASURED, BoundTable
+from octavo.optim.late_answer import LateAnswer
 from octavo.optim.predictable_layers import PREDICTED_ALREADY, group_indices, group_of, predictable_layers
 from octavo.optim.step_bound import NoBoundError, Step, StepBound, adam_step, check_known, given_step, larger
 from octavo.runtime import WeightBound
@@ -54,7 +55,9 @@ def predict_weight_scales(
         optimizer: `torch.optim.Adam` or `AdamW`, holding the weights; the one inside if something is around it.
         every: how many steps until the weights are measured anew.
         step_bound: of another optimizer, a function of a param group: the largest change of an element in one step, a
-            number or a tensor of one; None of a group without a bound, into which weights are thawed later.
+            number or a tensor of one; None of a group without a bound, into which weights are thawed later. NaN and inf
+            are refused, at this call and on the CPU. Of a tensor on a GPU that would wait for it: a later step whose
+            bound is NaN or inf there counts as 0, and a step or so later its weights are measured, with a warning.
 
     Returns:
         which layers are predicted and which are not; it measures at once, and ends the prediction.
@@ -97,6 +100,7 @@ class PredictedWeightScales:
         self._betas: dict[WeightBound, tuple[Any, Any]] = {}
         self._edited: list[WeightBound] = []
         self._before: list[_Seen] = []
+        self._asked: list[_Asked] = []
         self._over = False
         self.layers, self.left, rows = predictable_layers(model, optimizer)
         if not rows:
@@ -193,17 +197,43 @@ class PredictedWeightScales:
     def _check_bound(self, optimizer: torch.optim.Optimizer, index: int, table: BoundTable) -> None:
         """Refuse a group without a bound, before anything is changed."""
         try:
-            self._step(optimizer, index, table)
+            self._step(optimizer, index, table, waits=True)
         except NoBoundError as error:
             raise NoBoundError(
                 f"octavo.predict_weight_scales: no bound is known of the steps of param group {index}: {error}"
             ) from None
 
-    def _step(self, optimizer: torch.optim.Optimizer, index: int, table: BoundTable) -> Step:
+    def _step(self, optimizer: torch.optim.Optimizer, index: int, table: BoundTable, waits: bool = False) -> Step:
         group = optimizer.param_groups[index]
         if self._step_bound is not None:
-            return given_step(self._step_bound, group, index, table.dtype, table.device)
+            return given_step(self._step_bound, group, index, table.dtype, table.device, waits)
         return adam_step(group, table.dtype)
+
+    def _asking(self, step: Step, table: BoundTable, group: int) -> Step:
+        """A step of a given bound, which counts as 0 if it is NaN or inf on the device; the host learns that later."""
+        if self._step_bound is None or not isinstance(step.added, Tensor):
+            return step
+        self._asked.append(_Asked(LateAnswer(step.added), table, group))
+        return step._replace(added=step.added.nan_to_num(nan=0.0, posinf=0.0))
+
+    def _learn(self) -> None:
+        """Measure what has been moved by a step that turns out to have no bound, with a warning."""
+        asked, self._asked = self._asked, []
+        for one in asked:
+            if not one.answer.has_come():
+                self._asked.append(one)
+            elif not one.answer.is_finite:
+                for bound, group in zip(one.table.bounds, one.table.groups, strict=True):
+                    if group == one.group and isinstance(bound.layer, FP8LinearMixin):
+                        bound.measure()
+                # Python shows the warning of one line of code once.
+                warnings.warn(
+                    f"octavo.predict_weight_scales: step_bound returned a tensor that is NaN or inf for param group"
+                    f" {one.group}, in a step before this one. It was counted as 0, so that large weights of that group"
+                    " may have saturated since; they are measured again now. Return a finite number of 0 or more, or"
+                    " None where there is no bound",
+                    stacklevel=4,
+                )
 
     def _without_bound(self, table: BoundTable, groups: list[int], index: int, why: str) -> list[int]:
         """The groups of a table with MEASURED for one; a warning is given of each of its weights, once."""
@@ -258,6 +288,7 @@ class PredictedWeightScales:
             )
         # After the step before all others: what those change is none of the step's.
         optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)
+        self._learn()
         self._edited = [bound for bound, layer in self._followed() if not bound.is_of(layer.weight_parts())]
         self._before = self._look(optimizer)
 
@@ -277,7 +308,8 @@ class PredictedWeightScales:
             return
         for table, first, second in zip(self._tables, before, now, strict=True):
             # Whatever changed a rate in between, the step took one of the two.
-            table.advance({group: larger(step, second.steps[group]) for group, step in first.steps.items()})
+            steps = {group: larger(step, second.steps[group]) for group, step in first.steps.items()}
+            table.advance({group: self._asking(step, table, group) for group, step in steps.items()})
             for bound, group in zip(table.bounds, table.groups, strict=True):
                 # What no group has was not moved by this step: a change of it is somebody else's.
                 if group >= 0:
@@ -302,6 +334,14 @@ class _Seen(NamedTuple):
 
     groups: list[int]
     steps: dict[int, Step]
+
+
+class _Asked(NamedTuple):
+    """Whether the bound of one step was finite: of a param group, for the weights of a table."""
+
+    answer: LateAnswer
+    table: BoundTable
+    group: int
 
 
 def _betas_of(group: dict[str, Any]) -> tuple[Any, Any]:

@@ -102,7 +102,12 @@ def adam_step(group: Mapping[str, Any], dtype: torch.dtype) -> Step:
 
 
 def given_step(
-    step_bound: StepBound, group: Mapping[str, Any], index: int, dtype: torch.dtype, device: torch.device
+    step_bound: StepBound,
+    group: Mapping[str, Any],
+    index: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    waits: bool = False,
 ) -> Step:
     """What a step does to the bound by the word of whoever knows the optimizer.
 
@@ -112,6 +117,7 @@ def given_step(
         index: of the group.
         dtype: of the weights.
         device: of the weights.
+        waits: a number on the device is looked at as well; else it may be NaN or inf (see `LateAnswer`).
 
     Raises:
         NoBoundError: it is None.
@@ -120,7 +126,7 @@ def given_step(
     given: Any = step_bound(group)
     if given is None:
         raise NoBoundError("step_bound returned None for it")
-    value = _checked(given, device)
+    value = _checked(given, device, waits)
     if value is None:
         raise ValueError(
             f"octavo.predict_weight_scales: step_bound returned {given!r} for param group {index}: expected the largest"
@@ -131,9 +137,10 @@ def given_step(
     return Step(1.0, value * (1 + _rounding(dtype)))
 
 
-def _checked(given: Any, device: torch.device) -> float | Tensor | None:
+def _checked(given: Any, device: torch.device, waits: bool) -> float | Tensor | None:
     """A number of 0 or more, or a tensor [] on the device; None for what is neither."""
-    if isinstance(given, Tensor) and given.numel() == 1 and given.device.type == "cpu":
+    may_look = isinstance(given, Tensor) and (given.device.type == "cpu" or (waits and given.device == device))
+    if may_look and given.numel() == 1:
         given = given.item()
     if isinstance(given, Tensor):
         known = given.dtype.is_floating_point or given.dtype in (torch.int32, torch.int64)

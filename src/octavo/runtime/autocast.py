@@ -130,8 +130,9 @@ def _notice_no_layer(frame: Frame, recorded: int) -> None:
         # Python shows the warning of one line of code once.
         warnings.warn(
             f"octavo.autocast: {type(frame.recipe).__name__} changed nothing: no FP8 layer has been built in this"
-            " process, and those of torch.nn do not look at the context. Call octavo.convert(model, recipe) once before"
-            " training, or build the model with octavo.Linear (what octavo.freeze made runs in FP8 without a context)",
+            " process, and layers of torch.nn do not look at the context. Call octavo.convert(model, recipe) once"
+            " before training, or build the model with octavo.Linear (what octavo.freeze made runs in FP8"
+            " without a context)",
             stacklevel=3,
         )
 

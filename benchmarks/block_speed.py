@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from benchmarks.kernel_speed import graph_seconds
@@ -14,7 +16,9 @@ import octavo
 from octavo.formats import E4M3
 from octavo.kernels import ScaleRule
 from octavo.kernels.block_cast import BlockCast, block_cast, block_cast_pair, triton_kernel
-from octavo.kernels.scaled_mm import scaled_mm
+from octavo.kernels.scaled_mm import blockwise, scaled_mm
+from octavo.kernels.scaled_mm.block_product import AHEAD, WIDE, block_product
+from octavo.kernels.side_stream import side_of
 from octavo.recipes import BlockScaling, CurrentScaling, Recipe
 from octavo.scaling import BLOCK_1X128, BLOCK_128X128
 
@@ -68,6 +72,39 @@ def parts(x: Tensor, weight: Tensor, dy: Tensor) -> dict[str, Callable[[], float
         "forward_pair": graph_seconds(lambda: block_cast_pair(*forward), 3),
         "products": graph_seconds(products, 3),
     }
+
+
+def time_gradients(m: int, k: int, n: int) -> Result:
+    """us of the weight's gradient, alone and beside the input's: cuBLASLt's, and both forms of `block_product`."""
+    cast = functools.partial(block_cast, format=E4M3, rule=POWER_OF_TWO)
+    x = cast(torch.randn(m, k, device="cuda").bfloat16(), granularity=BLOCK_1X128)
+    dy = cast(torch.randn(m, n, device="cuda").bfloat16(), granularity=BLOCK_1X128)
+    w = cast(torch.randn(n, k, device="cuda").bfloat16(), granularity=BLOCK_128X128)
+    codes, scale = dy.row_wise
+    columns = dy.codes_t, x.codes_t, dy.scale_t, x.scale_t
+
+    def dgrad() -> Tensor:
+        return scaled_mm(codes, w.codes_t, scale, w.scale_t)
+
+    def beside(wgrad: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        side = side_of(codes, 2 * m * k * n)
+        return side.both(wgrad, dgrad) if side is not None else (wgrad(), dgrad())
+
+    measures, right, equal = {}, block_product(*columns, torch.bfloat16), True
+    with patch.object(blockwise, "_own_form", lambda *_: None):
+        for name, form in {"library": None, "wide": WIDE, "ahead": AHEAD}.items():
+            wgrad = functools.partial(scaled_mm, *columns)
+            if form is not None:
+                wgrad = functools.partial(block_product, *columns, torch.bfloat16, form)
+            equal &= torch.equal(wgrad(), right)
+            measures[f"wgrad, {name}"] = graph_seconds(wgrad)
+            measures[f"dgrad beside wgrad, {name}"] = graph_seconds(functools.partial(beside, wgrad))
+    samples: dict[str, list[float]] = {name: [] for name in measures}
+    for _ in range(10):
+        for name, measure in measures.items():
+            samples[name].append(measure())
+    figures = {name: round(statistics.median(seconds[1:]) * 1e6, 1) for name, seconds in samples.items()}
+    return figures | {"ok": equal}
 
 
 def time_casts(warps: int) -> Result:

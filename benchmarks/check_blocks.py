@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import octavo
-from benchmarks.block_speed import POWER_OF_TWO, time_casts, time_linear
+from benchmarks.block_speed import POWER_OF_TWO, time_casts, time_gradients, time_linear
 from benchmarks.check_kernels import Checks, compare, environment
 from benchmarks.check_linear import run
 from benchmarks.check_products import product_bound
@@ -358,6 +358,7 @@ def main() -> int:
             checks.run("linear", functools.partial(check_linear, shape, dtype), shape=shape, dtype=str(dtype))
     for shape in SPEED_SHAPES:
         checks.run("linear time", functools.partial(time_linear, *shape), shape=shape)
+        checks.run("gradients time", functools.partial(time_gradients, *shape), shape=shape)
     for warps in (4, 8, 16):
         checks.run("cast speed", functools.partial(time_casts, warps), warps=warps)
     checks.run("compiled", check_compiled)

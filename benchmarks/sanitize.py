@@ -8,7 +8,7 @@ asked by `check_kernels.py`. torch's caching of memory is off: inside of one lar
 would be no error.
 
 Most of the time goes into compiling, 0.4 s a variant: 22 of casts, 22 of blocks, 20 of norms, 17 of rows, 22 of
-activations and as many of gates, 16 of grouped, 19 of losses, 9 of attention, 1 of products, 3 of updates, and those of
+activations and as many of gates, 16 of grouped, 19 of losses, 9 of attention, 2 of products, 3 of updates, and those of
 four recipes' layers. `--only casts` and so on, each in a process of its own, share it.
 """
 

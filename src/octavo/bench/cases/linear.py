@@ -26,8 +26,9 @@ PRODUCTS: dict[str, Callable[[bool], Cast]] = {"gemms": current_cast, "gemms-row
 _WARM_UP_STEPS = 3
 # Building a torchao layer compiles it: about so long, until one has been built in this run.
 _SECONDS = {"torchao": 8.0}
-# The rounds of one shape take about so long: 5.5 ms, at 17 rivals and four calls each, would take 5 s for 12 rounds.
-_MEASURING_S = 2.0
+# The rounds of one shape take about so long: 17 rivals of 5.5 ms and four calls each have twelve. (Medians of five
+# differed by 3 % at a card's limit of power.)
+_MEASURING_S = 6.0
 # Of the time, the first shape gets more: peers are loaded there, and caches are cold.
 _FIRST_WEIGHT = 3.0
 

@@ -63,6 +63,11 @@ def test_what_it_advises_helps() -> None:
     assert counted.fp8 == 5
 
 
+def test_without_a_recipe_it_is_current_scaling_that_changed_nothing() -> None:
+    with pytest.warns(UserWarning, match=MESSAGE), octavo.autocast():
+        plain()(torch.ones(2, 16))
+
+
 def test_a_plain_model_compiled_is_told_as_well() -> None:
     model = torch.compile(plain(), backend="eager", fullgraph=True)
     for _ in range(2):
@@ -148,7 +153,6 @@ def compiled_context(model: nn.Module) -> None:
 QUIET: dict[str, Callable[[Any], Any]] = {
     "off": lambda model: trained(model, enabled=False),
     "off inside": lambda model: trained(model, enabled=False, calibrating=True),
-    "no recipe": lambda model: trained(model, recipe=None),
     "error": with_an_error,
     "evaluated": evaluated,
     "optimizer": optimizer_alone,

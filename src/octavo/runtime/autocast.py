@@ -78,7 +78,7 @@ class autocast:
     nothing and calls no collective.
 
     Only Octavo's layers look at it: convert a model first (`octavo.convert`), or build it with them. A training forward
-    with a recipe in a process that has never built such a layer gives a warning. Where there are some, nothing tells
+    in a process that has never built such a layer gives a warning. Where there are some, nothing tells
     whether those of this model are among them, since compiled code and CUDA graphs run them without a trace;
     `octavo.count_gemms` does, in eager code.
 
@@ -122,15 +122,16 @@ class autocast:
 
 
 def _notice_no_layer(frame: Frame, recorded: int) -> None:
-    """Warn if a training forward has run with a recipe, and there has never been a layer that could take it.
+    """Warn if a training forward has run, and there has never been a layer that could take the recipe.
 
     No layer at all is the only sure sign: compiled code and CUDA graphs run those that are there without a trace.
     """
-    if frame.enabled and frame.recipe is not None and _recorded() != recorded and not any_layer_was_built():
+    if frame.enabled and _recorded() != recorded and not any_layer_was_built():
+        recipe = frame.recipe or DEFAULT_RECIPE
         # Python shows the warning of one line of code once.
         warnings.warn(
-            f"octavo.autocast: {type(frame.recipe).__name__} changed nothing: no FP8 layer has been built in this"
-            " process, and layers of torch.nn do not look at the context. Call octavo.convert(model, recipe) once"
+            f"octavo.autocast: {type(recipe).__name__} changed nothing: no FP8 layer has been built in this process,"
+            " and layers of torch.nn do not look at the context. Call octavo.convert(model, recipe) once"
             " before training, or build the model with octavo.Linear (what octavo.freeze made runs in FP8"
             " without a context)",
             stacklevel=3,

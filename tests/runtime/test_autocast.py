@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.recipes import CurrentScaling, DelayedScaling, Recipe, RowwiseScaling
+from octavo.runtime.autocast import current_frame
 
 DELAYED = DelayedScaling(amax_history_len=4)
 
@@ -278,3 +280,55 @@ def test_a_recipe_in_the_place_of_a_flag_raises(arguments: tuple[object, ...]) -
         ValueError, match=r"is DelayedScaling\(.*it must be True or False; a recipe is given as recipe="
     ):
         octavo.autocast(*arguments)
+
+
+ROW = RowwiseScaling()
+
+
+@torch._dynamo.disable
+def not_compiled(y: Tensor) -> Tensor:
+    return y
+
+
+def broken_by_a_condition(layer: nn.Module, x: Tensor) -> Tensor:
+    with octavo.autocast(recipe=ROW):
+        loss = layer(x).sum()
+        if loss > 0:
+            loss = loss * 2
+    return loss
+
+
+def broken_by_a_number(layer: nn.Module, x: Tensor) -> Tensor:
+    with octavo.autocast(recipe=ROW):
+        loss = layer(x).sum()
+        loss.item()
+        return loss + layer(x).sum()
+
+
+def broken_between_contexts(layer: nn.Module, x: Tensor) -> Tensor:
+    with octavo.autocast(recipe=ROW):
+        y = layer(x)
+        with octavo.autocast(enabled=False):
+            z = not_compiled(layer(x))
+            z = z + layer(x)
+        return y + not_compiled(z) + layer(x)
+
+
+BROKEN = [broken_by_a_condition, broken_by_a_number, broken_between_contexts]
+
+
+@pytest.mark.filterwarnings("ignore:octavo.autocast")
+@pytest.mark.parametrize("kind", [octavo.Linear, nn.Linear])
+@pytest.mark.parametrize("step", BROKEN, ids=lambda step: step.__name__)
+def test_compiled_code_that_breaks_off_inside_of_a_context_goes_on_in_it(step: Any, kind: Any) -> None:
+    layer, x = kind(32, 16), torch.randn(8, 32)
+    with octavo.autocast(recipe=CurrentScaling()):
+        expected = step(layer, x)
+        torch._dynamo.reset()
+        compiled = torch.compile(step, backend="eager")
+        assert torch.equal(compiled(layer, x), expected)
+        assert torch.equal(compiled(layer, x), expected), "compiled already"
+        after = current_frame()
+    assert after is not None
+    assert after.recipe == CurrentScaling()
+    assert current_frame() is None

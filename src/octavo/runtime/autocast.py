@@ -26,7 +26,6 @@ class Frame(NamedTuple):
     Attributes:
         enabled, recipe, group, calibrating: as given.
         outer: the context around it.
-        recorded: what autograd had recorded when it was entered; None where there is an FP8 layer, or code is compiled.
     """
 
     enabled: bool
@@ -34,7 +33,6 @@ class Frame(NamedTuple):
     group: object | None
     calibrating: bool
     outer: Frame | None
-    recorded: int | None
 
     @property
     def ends_step(self) -> bool:
@@ -77,9 +75,9 @@ class autocast:
     exit of the outermost enabled one, with gradients enabled, ends a step of delayed scaling. An exception updates
     nothing and calls no collective.
 
-    Only Octavo's layers look at it: convert a model first (`octavo.convert`), or build it with them. A training forward
-    in a process that has never built such a layer gives a warning. Where there are some, nothing tells
-    whether those of this model are among them, since compiled code and CUDA graphs run them without a trace;
+    Only Octavo's layers look at it: convert a model first (`octavo.convert`), or build it with them. Leaving it in a
+    thread that trains, in a process that has never built such a layer, gives a warning. Where there are some, nothing
+    tells whether those of this model are among them, since compiled code and CUDA graphs run them without a trace;
     `octavo.count_gemms` does, in eager code.
 
     Args:
@@ -104,10 +102,12 @@ class autocast:
         self.recipe = recipe
         self.amax_group = amax_group
         self.calibrating = calibrating
+        # Asked here, and not where a context is entered or left: at a graph break Dynamo runs those as frames of their
+        # own, and drops what a frame that asks this writes to the stack.
+        self._watches = not (torch.compiler.is_compiling() or any_layer_was_built())
 
     def __enter__(self) -> autocast:
-        recorded = None if torch.compiler.is_compiling() or any_layer_was_built() else _recorded()
-        _STACK.top = Frame(self.enabled, self.recipe, self.amax_group, self.calibrating, _STACK.top, recorded)
+        _STACK.top = Frame(self.enabled, self.recipe, self.amax_group, self.calibrating, _STACK.top)
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -117,16 +117,16 @@ class autocast:
         gathers = trains() or frame.calibrating
         if kind is None and frame.ends_step and gathers and not in_backward():
             end_step(_STACK.owner, frame.group, frame.recipe)
-            if frame.recorded is not None:
-                _notice_no_layer(frame, frame.recorded)
+            if self._watches and frame.enabled and not any_layer_was_built():
+                _notice_no_layer(frame)
 
 
-def _notice_no_layer(frame: Frame, recorded: int) -> None:
-    """Warn if a training forward has run, and there has never been a layer that could take the recipe.
+def _notice_no_layer(frame: Frame) -> None:
+    """Warn if this thread trains, and there has never been a layer that could take the recipe.
 
     No layer at all is the only sure sign: compiled code and CUDA graphs run those that are there without a trace.
     """
-    if frame.enabled and _recorded() != recorded and not any_layer_was_built():
+    if _recorded():
         recipe = frame.recipe or DEFAULT_RECIPE
         # Python shows the warning of one line of code once.
         warnings.warn(

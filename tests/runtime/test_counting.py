@@ -83,6 +83,15 @@ def test_counts_are_by_layer_and_print() -> None:
     assert "  1: fprop fp8 emulated x1" in str(counted)
 
 
+def test_a_count_of_nothing_says_why() -> None:
+    with octavo.count_gemms() as counted:
+        nn.Linear(16, 16)(torch.randn(4, 16))
+    assert str(counted) == (
+        "0 FP8 products, 0 in high precision: no Octavo layer under a recipe ran here in eager code: convert the model,"
+        " or give a recipe (compiled code and replays of CUDA graphs are not counted)"
+    )
+
+
 def test_one_counter_object_within_itself() -> None:
     layer, x = octavo.Linear(16, 16, recipe=CurrentScaling()), torch.randn(4, 16)
     context = octavo.count_gemms()

@@ -8,6 +8,11 @@ from typing import Any
 
 import torch
 
+_NOTHING_COUNTED = (
+    ": no Octavo layer under a recipe ran here in eager code: convert the model, or give a recipe (compiled code and"
+    " replays of CUDA graphs are not counted)"
+)
+
 
 class GemmCount:
     """Matrix products by layer, product and precision: what `octavo.count_gemms` says of them.
@@ -41,7 +46,8 @@ class GemmCount:
         return table
 
     def __str__(self) -> str:
-        lines = [f"{self.fp8} FP8 products, {self.high_precision} in high precision"]
+        why = "" if self.entries else _NOTHING_COUNTED
+        lines = [f"{self.fp8} FP8 products, {self.high_precision} in high precision{why}"]
         for layer, counts in self.by_layer().items():
             lines.append(f"  {layer}: " + ", ".join(f"{what} x{n}" for what, n in counts.items()))
         return "\n".join(lines)

@@ -9,7 +9,6 @@ the layer has a recipe of its own; else the layer is an `nn.Linear` in every bit
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any, ClassVar, Literal
 
@@ -34,7 +33,7 @@ from octavo.runtime import (
     registered_states,
 )
 from octavo.runtime.autocast import in_backward, trains
-from octavo.tensor import Operand, QuantizedTensor, QuantizeSpec, quantize
+from octavo.tensor import Operand, QuantizedTensor, QuantizeSpec, quantize, warn_user
 
 CachedWeight = Literal["refresh", "reuse"]
 Specs = tuple[QuantizeSpec, QuantizeSpec]
@@ -175,11 +174,10 @@ class FP8LinearMixin(nn.Module):
             # The other layers have nothing to add.
             for other in registered_states():
                 other.stale_steps = max(other.stale_steps, state.stale_steps)
-            warnings.warn(
+            warn_user(
                 f"{self.shown_name}: the weights changed {STALE_STEPS} times and the scales of"
                 " delayed scaling did not follow: call octavo.update_scales(model) once a step, or run the forward"
-                " inside octavo.autocast",
-                stacklevel=5,
+                " inside octavo.autocast"
             )
 
     def extra_repr(self) -> str:

@@ -12,7 +12,6 @@ weight measured anew every so many steps. In between a cast reads the weight onc
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -30,7 +29,7 @@ from octavo.optim.step_bound import NoBoundError, Step, StepBound, adam_step, ch
 from octavo.runtime import WeightBound
 from octavo.runtime.given_model import check_model
 from octavo.scaling import as_matrix
-from octavo.tensor import stays_in_place
+from octavo.tensor import stays_in_place, warn_user
 
 
 def predict_weight_scales(
@@ -227,12 +226,11 @@ class PredictedWeightScales:
                     if group == one.group and isinstance(bound.layer, FP8LinearMixin):
                         bound.measure()
                 # Python shows the warning of one line of code once.
-                warnings.warn(
+                warn_user(
                     f"octavo.predict_weight_scales: step_bound returned a tensor that is NaN or inf for param group"
                     f" {one.group}, in a step before this one. It was counted as 0, so that large weights of that group"
                     " may have saturated since; they are measured again now. Return a finite number of 0 or more, or"
-                    " None where there is no bound",
-                    stacklevel=4,
+                    " None where there is no bound"
                 )
 
     def _without_bound(self, table: BoundTable, groups: list[int], index: int, why: str) -> list[int]:
@@ -244,13 +242,12 @@ class PredictedWeightScales:
             name = self._names[bound]
             self.layers.remove(name)
             self.left[name] = f"no bound is known of the steps of param group {index}: {why}"
-            warnings.warn(
+            warn_user(
                 f"octavo.predict_weight_scales: the weight of {name or '(root)'}"
                 f" {'was frozen, and is trained now' if before == FROZEN else 'is trained'} in param group {index}, of"
                 f" whose steps no bound is known: {why}. It is measured after each step from now on, which reads it"
                 " once more; the other weights stay predicted. To have it predicted too, remove() the prediction,"
-                f" {anew}, and call it anew",
-                stacklevel=5,
+                f" {anew}, and call it anew"
             )
         return [MEASURED if group == index else group for group in groups]
 
@@ -262,11 +259,10 @@ class PredictedWeightScales:
                 continue
             now = _betas_of(optimizer.param_groups[group])
             if before != now:
-                warnings.warn(
+                warn_user(
                     f"octavo.predict_weight_scales: betas and eps changed from {before} to {now}, and no bound is known"
                     " of moments of both: the weights' scales are measured from now on. Call it anew where the"
-                    " optimizer is made anew",
-                    stacklevel=5,
+                    " optimizer is made anew"
                 )
                 return True
         return False

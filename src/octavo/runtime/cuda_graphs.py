@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -30,7 +29,7 @@ from octavo.runtime.optimizer_steps import STALE_STEPS, optimizer_steps
 from octavo.runtime.update import update_states
 from octavo.runtime.weight_bound import WeightBound, takes_bound
 from octavo.scaling import resized_history
-from octavo.tensor import OperandState
+from octavo.tensor import OperandState, warn_user
 
 Samples = tuple[Tensor, ...]
 # Of an operand: its scale.
@@ -208,10 +207,9 @@ class GraphedForward:
     def _warn_of_gradient(self) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_user(
                 f"{type(self._module).__name__} was graphed with a sample that requires no gradient, and is given an"
-                " input that does: the layers run themselves. Graph it with sample.requires_grad_()",
-                stacklevel=6,
+                " input that does: the layers run themselves. Graph it with sample.requires_grad_()"
             )
 
     def _would_do_the_same(self) -> bool:
@@ -250,11 +248,10 @@ class GraphedForward:
             # The other layers have nothing to add.
             for other in registered_states():
                 other.stale_steps = max(other.stale_steps, stale)
-            warnings.warn(
+            warn_user(
                 f"{type(self._module).__name__}: an optimizer stepped {STALE_STEPS} times and the scales of delayed"
                 " scaling did not follow: call octavo.update_scales(model) once a step, or run the forward inside"
-                " octavo.autocast",
-                stacklevel=4,
+                " octavo.autocast"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

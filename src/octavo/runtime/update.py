@@ -139,7 +139,7 @@ def update_scales(model: nn.Module, group: object | None = None) -> None:
         warnings.warn(
             f"octavo.update_scales: this {type(model).__name__} holds no layer of Octavo's, and there are no scales to"
             " update: give the model that octavo.convert(model, DelayedScaling()) changed",
-            stacklevel=3,
+            stacklevel=2,
         )
     update_states(states, group)
 

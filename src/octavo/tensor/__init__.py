@@ -27,6 +27,7 @@ from octavo.tensor.quantizer import (
     UsedScale,
 )
 from octavo.tensor.spec import QuantizeSpec, checked_scale
+from octavo.tensor.users_line import warn_user
 from octavo.tensor.weight_operand import operand_of
 
 __all__ = [
@@ -58,4 +59,5 @@ __all__ = [
     "quantize",
     "scaled_mm",
     "stays_in_place",
+    "warn_user",
 ]

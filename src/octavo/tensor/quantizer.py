@@ -6,7 +6,6 @@ called like one is one.
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from typing import Protocol
 
@@ -27,6 +26,7 @@ from octavo.scaling import ROW, TENSOR
 from octavo.tensor import operand_state
 from octavo.tensor.operand_state import OperandState
 from octavo.tensor.spec import QuantizeSpec
+from octavo.tensor.users_line import warn_user
 
 # How a scale is measured while a history is still empty.
 MEASURED = ScaleRule()
@@ -280,10 +280,9 @@ class DelayedQuantizer:
         """What a graph reads stays where it is; a graph that measures a scale will always measure it."""
         self.state.captured = True
         if measured:
-            warnings.warn(
+            warn_user(
                 "a CUDA graph is being captured while a scale of delayed scaling is not known yet: every replay will"
-                " measure it anew, at the price of current scaling. Run a step, its update included, and then capture",
-                stacklevel=2,
+                " measure it anew, at the price of current scaling. Run a step, its update included, and then capture"
             )
 
 

@@ -110,7 +110,8 @@ def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Sequence[Fl
         warnings.warn(
             "sync_float8_amax_and_scale_history: the model has no Float8Linear; was"
             " swap_linear_with_float8_linear(model, Float8Linear) called?",
-            stacklevel=2,
+            # Torch's function that keeps the compiler out calls this one.
+            stacklevel=3,
         )
         return
     update_scales(nn.ModuleList(layers))

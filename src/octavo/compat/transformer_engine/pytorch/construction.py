@@ -6,7 +6,6 @@ where one is given.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from octavo.compat.planned import refuse
 from octavo.modules import CachedWeight
 from octavo.modules.layernorm_linear import check_cached_weight
+from octavo.tensor import warn_user
 
 InitMethod = Callable[[Tensor], Any]
 _INIT_STD = 0.023
@@ -110,9 +110,7 @@ def placed(device: torch.device | str) -> torch.device:
         return wanted
     if not Warned.no_gpu:
         Warned.no_gpu = True
-        warnings.warn(
-            "no CUDA device: Transformer Engine's layers stand on the CPU, where FP8 is emulated", stacklevel=3
-        )
+        warn_user("no CUDA device: Transformer Engine's layers stand on the CPU, where FP8 is emulated")
     return torch.device("cpu")
 
 

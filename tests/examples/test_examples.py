@@ -133,7 +133,7 @@ def test_a_tour_of_recipes_shows_what_each_leaves_of_the_loss_and_how_layers_sta
     assert " 0 products" in line_with("from step 30 on", changed)
     assert abs(loss("delayed, then none", changed) / loss("none", recipes) - 1) < 0.01
 
-    assert "blocks.1.fc2, input: SQNR beside its outliers" in line_with("stays out of FP8", chosen)
+    assert "blocks.1.fc2, input: rest (SQNR beside its outliers)" in line_with("stays out of FP8", chosen)
     assert loss("FP8 everywhere", chosen) > 1.3 * loss("none", chosen)
     assert abs(loss("as chosen", chosen) / loss("none", chosen) - 1) < 0.05
     # Watched steps are 4, 9, ... 24: the third one with the outlier, 22 being the first.

@@ -212,6 +212,13 @@ def test_one_batch_is_not_taken_for_several(batches, found: str) -> None:
         calibrate(one_layer(), batches)
 
 
+def test_a_tuple_of_tensors_is_several_batches_and_where_it_fails_perhaps_one() -> None:
+    assert calibrate(one_layer(), (X, 2 * X)) == calibrate(one_layer(), [2 * X])
+    message = r"octavo\.calibrate: batches is a tuple of 2 .* If the tuple is one batch, give a list .*\[inputs\]$"
+    with pytest.raises(ValueError, match=message):
+        calibrate(one_layer(), (X, TARGETS))
+
+
 def test_what_fails_inside_of_the_model_is_not_explained_away() -> None:
     class Fails(Model):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

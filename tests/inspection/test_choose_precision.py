@@ -208,7 +208,7 @@ def test_each_bound_is_named_with_its_value() -> None:
     reasons = list(PrecisionBounds(kurtosis=100).broken_by(figures))
     assert reasons == [
         "input: SQNR 12.0 dB, below 15",
-        "input: SQNR beside its outliers 3.0 dB, below 10",
+        "input: rest (SQNR beside its outliers) 3.0 dB, below 10",
         "input: underflow 50.0%, above 25.0%",
         "input: saturation 25.0%, above 1.0%",
         "input: kurtosis 900, above 100",
@@ -242,10 +242,12 @@ def test_the_table_prints_layers_operands_figures_and_reasons() -> None:
     head, *lines = str(choice).splitlines()
     assert head.split() == ["layer", "operand", "SQNR", "rest", "underflow", "saturated", "kurtosis", "loss", "choice"]
     assert [line.split()[:2] for line in lines[:9:3]] == [["0", "input"], ["3", "input"], ["5", "input"]]
-    assert "high precision: input: SQNR beside its outliers" in lines[3]
+    assert "high precision: input: rest (SQNR beside its outliers)" in lines[3]
     assert lines[0].endswith("  CurrentScaling")
     assert lines[-2].startswith("3 of 4 layers in FP8, from 2 batches. Predicted change of the loss")
+    assert "rest is judged of input and weight, not of grad_output" in lines[-1]
     assert isinstance(choice.table, PrecisionTable)
+    assert "layers in FP8, from 1 batch. Pred" in str(octavo.choose_precision(plain(), batches(1), loss=mse))
 
 
 def test_names_are_escaped_and_anchored() -> None:
@@ -459,6 +461,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"budget": -1}, "budget is -1: expected a relative change of the loss, 0 or more"),
     ({"budget": True}, "budget is True: expected"),
     ({"loss": "mse"}, r"loss is 'mse': expected a function of \(output, targets\)"),
+    ({"loss": nn.CrossEntropyLoss}, r"loss is the class CrossEntropyLoss: give an instance, CrossEntropyLoss\(\)$"),
+    (
+        {"batches": (torch.ones(4, WIDTH), torch.ones(4, dtype=torch.int64)), "loss": nn.functional.cross_entropy},
+        r"octavo\.choose_precision: batches is a tuple of 2 \(a tensor \[4, 32\], a tensor \[4\]\), so that each of its"
+        r" tensors was taken for a batch, and .* failed \(.+\)\. If the tuple is one batch, give a list of one:"
+        r" \[\(inputs, targets\)\]$",
+    ),
     ({"bounds": 15}, "bounds is 15: expected an octavo.inspection.PrecisionBounds"),
     ({"recipe": "fp8"}, "recipe is 'fp8': expected one of octavo.recipes"),
     ({"model": nn.Sequential(nn.Conv1d(2, 2, 1))}, "Sequential has no linear layer to measure: give a model"),
@@ -473,6 +482,12 @@ def test_what_cannot_be_judged_is_refused(changes: dict[str, Any], message: str)
     arguments = {"model": plain(), "batches": batches(), "loss": mse, **changes}
     with pytest.raises(ValueError, match=message):
         octavo.choose_precision(arguments.pop("model"), arguments.pop("batches"), **arguments)
+
+
+def test_a_tuple_of_batches_that_are_tensors_is_taken() -> None:
+    several = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    _, table = octavo.choose_precision(plain(), several, loss=lambda y, _: y.square().mean())
+    assert table.batches == 2
 
 
 def test_no_module_is_refused() -> None:

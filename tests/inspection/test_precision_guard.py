@@ -84,8 +84,8 @@ def test_the_layer_with_a_growing_outlier_moves_and_it_alone(recipe: Recipe, com
             [message] = [str(one.message) for one in caught]
             # Layer, step, operand, statistic, value, bound, remedy.
             assert re.search(
-                rf"PrecisionGuard: 3 runs in high precision from step {moved_at + 1} on: input: SQNR beside its"
-                r" outliers -?\d+\.\d dB, below 10\. To keep it in FP8 all the same give"
+                rf"PrecisionGuard: 3 runs in high precision from step {moved_at + 1} on: input: rest \(SQNR beside"
+                r" its outliers\) -?\d+\.\d dB, below 10\. To keep it in FP8 all the same give"
                 r" wider bounds=octavo\.inspection\.PrecisionBounds\(rest_sqnr_db=\.\.\.\); finer scales do not help"
                 r" against outlier channels; guard\.release\('3'\) brings it back",
                 message,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from octavo.formats import E4M3
 from octavo.inference.freezing import Freezing, freezes
-from octavo.runtime.given_model import check_batches, check_model, output_of
+from octavo.runtime.given_model import check_batches, check_model, output_of, told_of_one_batch
 from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
 from octavo.tensor import quantize
 
@@ -33,6 +33,7 @@ _REMEDY = (
     "leave out what it does not take, such as targets. Of batches that are (inputs, targets), as those of a DataLoader,"
     " give (inputs for inputs, _ in batches)"
 )
+_ONE_BATCH = "give a list of one without what the model does not take: [inputs]"
 
 
 @torch.no_grad()
@@ -75,7 +76,8 @@ def calibrate(model: nn.Module, batches: Iterable[Any], method: Method = "max") 
                 handles.append(layer.register_forward_pre_hook(_hook(name, freezing, seen), with_kwargs=True))
         model.eval()
         for batch in batches:
-            output_of(model, batch, "octavo.calibrate", _REMEDY)
+            with told_of_one_batch(batches, "octavo.calibrate", _ONE_BATCH):
+                output_of(model, batch, "octavo.calibrate", _REMEDY)
             count += 1
     finally:
         for module, flag in training:

@@ -28,10 +28,11 @@ from octavo.modules import FP8LinearMixin
 from octavo.recipes import CurrentScaling, Recipe, check_recipe
 from octavo.recipes.recipe import OPERANDS
 from octavo.runtime import autocast
-from octavo.runtime.given_model import check_batches, check_model
+from octavo.runtime.given_model import check_batches, check_model, told_of_one_batch
 from octavo.tensor import QuantizedTensor
 
 DEFAULT_BUDGET = 0.05
+_ONE_BATCH = "give a list of one: [(inputs, targets)]"
 
 
 class PrecisionChoice(NamedTuple):
@@ -110,6 +111,8 @@ def _check_arguments(model: nn.Module, batches: Any, loss: Any, budget: Any, bou
         raise ValueError(
             f"loss is {loss!r}: expected a function of (output, targets), or None for the model's own loss"
         )
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        raise ValueError(f"loss is the class {loss.__name__}: give an instance, {loss.__name__}()")
     if not (bounds is None or isinstance(bounds, PrecisionBounds)):
         raise ValueError(f"bounds is {bounds!r}: expected an octavo.inspection.PrecisionBounds, or None")
     if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget >= 0:
@@ -180,7 +183,7 @@ def _run(model: nn.Module, batches: Iterable[Any], loss: Loss, weights: dict[Par
     with torch.inference_mode(False), torch.enable_grad(), autocast(enabled=False):
         for batch in batches:
             recorder = ProductRecorder(weights)
-            with recorder:
+            with told_of_one_batch(batches, "octavo.choose_precision", _ONE_BATCH), recorder:
                 value = loss_of(model, batch, loss)
             recorder.measure(value)
             losses.append(value.item())

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from octavo.inspection.layer_probe import OperandFigures
 
-# What breaks `rest_sqnr_db`, as reasons call it.
-BESIDE_OUTLIERS = "SQNR beside its outliers"
+# What breaks `rest_sqnr_db`, as reasons call it: by the table's column.
+BESIDE_OUTLIERS = "rest (SQNR beside its outliers)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +111,12 @@ class PrecisionTable:
             [
                 head,
                 *(line for row in self.rows for line in _lines(row, width)),
-                f"{chosen} of {len(self.rows)} layers in FP8, from {self.batches} batches. Predicted change of the loss"
-                f" of {self.loss:.4g}: {self.loss_change:.2%}, with FP8 everywhere {self.loss_change_everywhere:.2%};"
-                f" budget {self.budget:.2%}.",
-                "SQNR and rest (the same beside outlier channels) in dB; loss: what this layer alone changes it by.",
+                f"{chosen} of {len(self.rows)} layers in FP8, from {self.batches} batch"
+                f"{'' if self.batches == 1 else 'es'}. Predicted change of the loss of {self.loss:.4g}:"
+                f" {self.loss_change:.2%}, with FP8 everywhere {self.loss_change_everywhere:.2%}; budget"
+                f" {self.budget:.2%}.",
+                f"SQNR and {BESIDE_OUTLIERS} in dB; rest is judged of input and weight, not of grad_output. loss: what"
+                " this layer alone changes it by.",
             ]
         )
 

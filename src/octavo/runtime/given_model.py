@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -26,6 +28,32 @@ def check_batches(batches: Any, function: str) -> None:
         raise ValueError(
             f"{function}: batches is a {type(batches).__name__}: expected a list of batches, or a DataLoader"
         )
+
+
+@contextmanager
+def told_of_one_batch(batches: Any, function: str, remedy: str) -> Iterator[None]:
+    """Context of a batch's run: what fails there because one batch was given in place of several says so.
+
+    A tuple of tensors may be several batches of one tensor each, so nothing is refused before it fails.
+
+    Args:
+        batches: as the user gave them.
+        function: the one that was called with them.
+        remedy: what to give in place of one batch.
+
+    Raises:
+        ValueError: the run failed, and `batches` is a tuple of tensors.
+    """
+    try:
+        yield
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        alike = isinstance(batches, tuple) and len(batches) > 1 and all(isinstance(one, Tensor) for one in batches)
+        if not alike or isinstance(error, torch.cuda.OutOfMemoryError):
+            raise
+        raise ValueError(
+            f"{function}: batches is {_shown(batches)}, so that each of its tensors was taken for a batch, and with one"
+            f" of them the model or the loss failed ({error}). If the tuple is one batch, {remedy}"
+        ) from error
 
 
 def output_of(model: nn.Module, batch: Any, function: str, remedy: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
 import itertools
@@ -222,19 +223,67 @@ GRANULARITIES = (TENSOR, ROW, BLOCK_1X128, BLOCK_128X128, MX)
 def test_what_cannot_be_multiplied_is_refused_and_said(gemm: str, pair: tuple[Granularity, Granularity]) -> None:
     first, second = OPERANDS[gemm]
     a, b = spec(pair[0]), spec(pair[1])
-    with pytest.raises(ValueError, match=f"no product of {pair[0]} by {pair[1]}; there are tensor by tensor") as error:
+    with pytest.raises(ValueError, match=f"{gemm} cannot multiply") as error:
         custom(**{f"{gemm}_{first}": a, f"{gemm}_{second}": b})
     shown = dataclasses.replace(a, inf_to_nan=True) if first == "grad_output" else a
     assert f"{gemm}_{first} {shown}" in str(error.value)
     assert f"{gemm}_{second} {b}" in str(error.value)
+    # What it names as a way out is one.
+    for field, other, own in ((first, second, pair[0]), (second, first, pair[1])):
+        [known] = re.findall(rf"{gemm}_{field} with granularity ([^;]*?) goes with ([^;]*)", str(error.value))
+        assert QuantizeSpec(format="E4M3", granularity=ast.literal_eval(known[0])).granularity is own
+        others = known[1].removeprefix(f"{gemm}_{other} with ").split(" or ") if known[1] != "none" else []
+        for one in others:
+            custom(
+                **{f"{gemm}_{field}": spec(own), f"{gemm}_{other}": spec(ast.literal_eval(one))},
+                accumulate=Accumulate(fprop="precise", dgrad="precise", wgrad="precise"),
+            )
+
+
+def test_a_pair_that_is_refused_says_which_field_goes_with_what() -> None:
+    message = (
+        "dgrad_grad_output with granularity 'row' goes with dgrad_weight with 'tensor' or 'row'; dgrad_weight with"
+        " granularity (128, 128) goes with dgrad_grad_output with (1, 128)"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        custom(dgrad_grad_output=spec("row"), dgrad_weight=spec((128, 128)))
+    with pytest.raises(ValueError, match=re.escape("fprop_input with granularity (128, 128) goes with none;")):
+        custom(fprop_input=spec((128, 128)))
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        (
+            ["wgrad_grad_output", "wgrad_input"],
+            "wgrad_grad_output and wgrad_input: a QuantizeSpec each, or None for both operands to run wgrad in high"
+            " precision",
+        ),
+        (["dgrad_weight"], "dgrad_weight: a QuantizeSpec"),
+        (
+            [f"{gemm}_{operand}" for gemm in GEMMS for operand in OPERANDS[gemm]],
+            "fprop_input, fprop_weight, dgrad_grad_output, dgrad_weight, wgrad_grad_output and wgrad_input: a"
+            " QuantizeSpec each, or None for both operands to run dgrad or wgrad in high precision",
+        ),
+    ],
+)
+def test_operands_that_are_missing_are_named(missing: list[str], message: str) -> None:
+    given = {f"{gemm}_{operand}": ONE for gemm in GEMMS for operand in OPERANDS[gemm]}
+    with pytest.raises(TypeError, match=f"^{re.escape(f'CustomRecipe needs {message}')}$"):
+        CustomRecipe(**{name: one for name, one in given.items() if name not in missing})
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"fprop_input": None}, "fprop_input is None: expected a QuantizeSpec: the forward is FP8"),
-        ({"wgrad_input": octavo.E4M3}, "wgrad_input is E4M3: expected a QuantizeSpec or None, for high precision"),
-        ({"fprop_weight": spec(format="E8M0")}, "fprop_weight has format E8M0, which no product takes"),
+        (
+            {"fprop_input": None},
+            r"fprop_input is None: expected a QuantizeSpec, such as .*\(format='E4M3'\); the forward always",
+        ),
+        (
+            {"wgrad_input": octavo.E4M3},
+            r"wgrad_input is E4M3: expected .*, such as QuantizeSpec\(.*\), or None for high",
+        ),
         ({"dgrad_weight": None}, "dgrad_grad_output is .* and dgrad_weight is None: .* in both operands or in none"),
         ({"wgrad_grad_output": None}, "give two specs or None and None"),
         (
@@ -292,17 +341,29 @@ ALLOWED = re.escape("expected 'tensor', 'row', (1, 128), (128, 128) or 'mx', alo
         ({"granularity": "mx_transposed"}, f"granularity is 'mx_transposed', which no product takes: {ALLOWED}"),
         ({"power_of_two": 1}, "power_of_two is 1: expected True or False"),
         ({"epsilon": "1"}, "epsilon is '1'"),
-        ({"granularity": "row", "scaling": "delayed"}, "keeps one scale a tensor, found granularity row"),
+        (
+            {"granularity": "row", "scaling": "delayed"},
+            "keeps one scale a tensor, found granularity row: use scaling='current', or granularity='tensor'",
+        ),
+        ({"format": "E8M0"}, "format is E8M0, which no product takes: use 'E4M3' or 'E5M2'"),
+        ({"format": torch.float8_e4m3fnuz}, "format is E4M3FNUZ, which no product takes"),
     ],
 )
 def test_a_spec_that_contradicts_itself_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        QuantizeSpec(format="E4M3", **fields)
+        QuantizeSpec(**{"format": "E4M3", **fields})
 
 
 def test_a_recipe_shows_what_is_not_as_usual_and_goes_through_pickle() -> None:
     assert repr(MIXED.fprop_input) == "QuantizeSpec(format=E4M3, granularity=1x128, power_of_two=True)"
     assert "dgrad_weight=QuantizeSpec(format=E4M3, epsilon=0.001)" in repr(MIXED)
+    forward_alone = custom(dgrad_grad_output=None, dgrad_weight=None, wgrad_grad_output=None, wgrad_input=None)
+    assert repr(forward_alone) == (
+        "CustomRecipe(fprop_input=QuantizeSpec(format=E4M3), fprop_weight=QuantizeSpec(format=E4M3),"
+        " dgrad_grad_output=None, dgrad_weight=None, wgrad_grad_output=None, wgrad_input=None)"
+    )
+    assert repr(custom(overrides={"head": None})).endswith("overrides=(('head', None),))")
+    assert "accumulate=Accumulate(fprop='fast'" in repr(custom(accumulate=Accumulate()))
     other = pickle.loads(pickle.dumps(MIXED))
     assert other == MIXED
     assert hash(other) == hash(MIXED)

@@ -71,9 +71,23 @@ def test_a_value_without_a_name_is_refused(kind: type[FieldsByName]) -> None:
         kind(E4M3, 3)
 
 
-def test_what_is_missing_and_what_is_abstract_is_said_by_python() -> None:
-    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'format'"):
-        QuantizeSpec()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpecOfSomebody(QuantizeSpec):
+    """With a field of its own that has no default, and none of the remedies for it."""
+
+    colour: str
+
+
+def test_what_is_missing_is_said() -> None:
+    for fields in ({}, {"granularity": "row"}):
+        with pytest.raises(TypeError, match=r"^QuantizeSpec needs format='E4M3' or 'E5M2'$"):
+            QuantizeSpec(**fields)
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'colour'"):
+        SpecOfSomebody(format=E4M3)
+    assert SpecOfSomebody(format=E4M3, colour="red").colour == "red"
+
+
+def test_what_is_abstract_is_said_by_python() -> None:
     with pytest.raises(TypeError, match="abstract"):
         Recipe()
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from octavo.formats import E4M3, E5M2
 from octavo.recipes.delayed import DelayedScaling
 from octavo.recipes.recipe import GEMMS, Accumulate, DelayedUpdate, Gemm, OperandName, Recipe, all_precise
 from octavo.scaling import BLOCK_1X128, BLOCK_128X128, MX, PRODUCT_BLOCKS, ROW, TENSOR, AmaxComputeAlgo, Granularity
-from octavo.tensor import QuantizeSpec
+from octavo.tensor import QuantizeSpec, needs
 
 # The operands of each product, in the order in which it multiplies them.
 _OPERANDS: dict[Gemm, tuple[OperandName, OperandName]] = {
@@ -33,9 +32,28 @@ PRODUCTS: tuple[tuple[Granularity, Granularity], ...] = (
     (BLOCK_1X128, BLOCK_128X128),
     (MX, MX),
 )
+# How a spec is given each.
+_AS_GIVEN = {
+    TENSOR: "'tensor'",
+    ROW: "'row'",
+    BLOCK_1X128: "(1, 128)",
+    BLOCK_128X128: "(128, 128)",
+    MX: "'mx'",
+}
 _OF_HISTORIES = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax", "initialise_from_first_batch")
 
 
+def _needed(missing: list[str]) -> str:
+    """Which specs, and in what stead None will do."""
+    listed = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
+    without = [gemm for gemm in GEMMS[1:] if all(f"{gemm}_{operand}" in missing for operand in _OPERANDS[gemm])]
+    each = "a QuantizeSpec each" if len(missing) > 1 else "a QuantizeSpec"
+    if not without:
+        return f"{listed}: {each}"
+    return f"{listed}: {each}, or None for both operands to run {' or '.join(without)} in high precision"
+
+
+@needs(_needed)
 @dataclass(frozen=True, kw_only=True)
 class CustomRecipe(Recipe):
     """A `QuantizeSpec` for each operand of each product: format, granularity, scaling, rounding.
@@ -94,6 +112,13 @@ class CustomRecipe(Recipe):
         # Which checks the fields, too.
         return DelayedScaling(**{name: getattr(self, name) for name in _OF_HISTORIES}).histories()
 
+    def __repr__(self) -> str:
+        """What differs from the defaults: fields of all recipes that the specs have the say of never do."""
+        known = sorted(dataclasses.fields(self), key=lambda one: one.name in Recipe.__dataclass_fields__)
+        usual = {one.name: one.default for one in known} | {"accumulate": all_precise()}
+        shown = [name for name, default in usual.items() if getattr(self, name) != default]
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
     def _is_delayed(self) -> bool:
         specs = [self.spec(gemm, operand) for gemm, operands in _OPERANDS.items() for operand in operands]
         return any(spec is not None and spec.scaling == "delayed" for spec in specs)
@@ -118,10 +143,10 @@ class CustomRecipe(Recipe):
         if spec is None and gemm != "fprop":
             return
         if not isinstance(spec, QuantizeSpec):
-            or_none = " or None, for high precision" if gemm != "fprop" else ": the forward is FP8"
-            raise ValueError(f"{name} is {spec!r}: expected a QuantizeSpec{or_none}")
-        if spec.format not in (E4M3, E5M2):
-            raise ValueError(f"{name} has format {spec.format}, which no product takes: use E4M3 or E5M2")
+            or_none = ", or None for high precision" if gemm != "fprop" else "; the forward always runs in FP8"
+            raise ValueError(
+                f"{name} is {spec!r}: expected a QuantizeSpec, such as QuantizeSpec(format='E4M3'){or_none}"
+            )
         if operand == "grad_output":
             object.__setattr__(self, name, dataclasses.replace(spec, inf_to_nan=True))
 
@@ -137,10 +162,12 @@ class CustomRecipe(Recipe):
                 " or in none, give two specs or None and None"
             )
         if (a.granularity, b.granularity) not in PRODUCTS:
-            known = ", ".join(f"{one} by {other}" for one, other in PRODUCTS)
+            of_first = [other for one, other in PRODUCTS if one == a.granularity]
+            of_second = [one for one, other in PRODUCTS if other == b.granularity]
             raise ValueError(
-                f"{gemm} cannot multiply {gemm}_{first} {a} by {gemm}_{second} {b}: there is no product of"
-                f" {a.granularity} by {b.granularity}; there are {known}"
+                f"{gemm} cannot multiply {gemm}_{first} {a} by {gemm}_{second} {b}:"
+                f" {_goes_with(f'{gemm}_{first}', a.granularity, f'{gemm}_{second}', of_first)};"
+                f" {_goes_with(f'{gemm}_{second}', b.granularity, f'{gemm}_{first}', of_second)}"
             )
         if a.granularity in PRODUCT_BLOCKS and getattr(self.accumulate, gemm) == "fast":
             raise ValueError(
@@ -175,6 +202,14 @@ class CustomRecipe(Recipe):
                     f"{one.name} is {getattr(self, one.name)!r}, and no operand is scaled with delay: leave it out, or"
                     " give an operand QuantizeSpec(scaling='delayed')"
                 )
+
+
+def _goes_with(field: str, granularity: Granularity, other: str, others: list[Granularity]) -> str:
+    """Of one operand's granularity, which ones of the other it is multiplied with."""
+    known = " or ".join(_AS_GIVEN[one] for one in others)
+    return (
+        f"{field} with granularity {_AS_GIVEN[granularity]} goes with {f'{other} with {known}' if others else 'none'}"
+    )
 
 
 assert tuple(_OPERANDS) == GEMMS, "every product has its operands"

@@ -1,7 +1,7 @@
 """A number in eight bits: QuantizedTensor, and the quantizers that make one of an operand."""
 
 from octavo.tensor.block_quantizer import BlockQuantizer, cast_together, casts_together
-from octavo.tensor.fields_by_name import FieldsByName
+from octavo.tensor.fields_by_name import FieldsByName, needs
 from octavo.tensor.matmul import scaled_mm
 from octavo.tensor.operand_state import (
     OperandState,
@@ -55,6 +55,7 @@ __all__ = [
     "close_step",
     "histories_of",
     "is_captured",
+    "needs",
     "operand_of",
     "quantize",
     "scaled_mm",

@@ -1,4 +1,4 @@
-"""FieldsByName: frozen data whose constructor says which fields there are when it is given one that there is not."""
+"""FieldsByName: frozen data whose constructor says which fields there are, and, by `needs`, which it was not given."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 Own = TypeVar("Own", bound="FieldsByName")
+Kind = TypeVar("Kind", bound=type)
 Result = TypeVar("Result")
 
 
@@ -60,6 +61,33 @@ class FieldsByName:
         bases = [base for base in cls.__mro__[1:] if issubclass(base, FieldsByName) and base is not FieldsByName]
         kin = [(base, other) for base in bases for other in base.__subclasses__() if other is not cls]
         return [other for base, other in kin if _package(other) == _package(base)]
+
+
+def needs(what: Callable[[list[str]], str]) -> Callable[[Kind], Kind]:
+    """Decorator above that of a keyword-only dataclass: says which of the fields without a default are missing.
+
+    In `__init__`, since a copy or an unpickled instance is made without arguments, and then not initialised.
+
+    Args:
+        what: of the names that are missing, what is to be given.
+    """
+
+    def decorate(kind: Kind) -> Kind:
+        initialise: Any = kind.__init__  # type: ignore[misc]
+        parameters = inspect.signature(initialise).parameters.values()
+        required = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
+
+        @functools.wraps(initialise)
+        def initialise_if_complete(self: Any, *values: Any, **fields: Any) -> None:
+            missing = [name for name in required if name not in fields]
+            if missing:
+                raise TypeError(f"{type(self).__name__} needs {what(missing)}")
+            initialise(self, *values, **fields)
+
+        kind.__init__ = initialise_if_complete  # type: ignore[misc]
+        return kind
+
+    return decorate
 
 
 def _cached(look: Callable[[Any], Result]) -> Callable[[Any], Result]:

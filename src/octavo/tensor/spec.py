@@ -8,23 +8,28 @@ from typing import Any, Literal
 
 import torch
 
-from octavo.formats import Format, Rounding, format_given
+from octavo.formats import E4M3, E5M2, Format, Rounding, format_given
 from octavo.kernels import ScaleRule
 from octavo.scaling import MX, PRODUCT_BLOCKS, ROW, TENSOR, Granularity, ScaleRounding, granularity_named
 from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
-from octavo.tensor.fields_by_name import FieldsByName
+from octavo.tensor.fields_by_name import FieldsByName, needs
 
 Scaling = Literal["current", "delayed", "static"]
 # Of the operands of all products; a quantized tensor may have others.
 _OF_PRODUCTS = (TENSOR, ROW, *PRODUCT_BLOCKS)
 
 
+def _needed(missing: list[str]) -> str:
+    return "format='E4M3' or 'E5M2'"
+
+
+@needs(_needed)
 @dataclass(frozen=True, kw_only=True)
 class QuantizeSpec(FieldsByName):
     """Format, granularity, scale rule and rounding of an operand.
 
     Attributes:
-        format: of the codes; a dtype or a name becomes the format.
+        format: of the codes, E4M3 or E5M2; a dtype or a name becomes the format.
         granularity: of their scale, along the rows of the operand as it enters the product (K-major): TENSOR, ROW,
             BLOCK_1X128, BLOCK_128X128 or MX. For the other layout, the transposed matrix, it holds along that matrix's
             rows: two sets of codes where they differ. As of `octavo.quantize`, a name or an extent will do.
@@ -56,13 +61,15 @@ class QuantizeSpec(FieldsByName):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", format_given(self.format))
+        if self.format not in (E4M3, E5M2):
+            raise ValueError(f"format is {self.format}, which no product takes: use 'E4M3' or 'E5M2'")
         object.__setattr__(self, "granularity", _granularity_given(self.granularity))
         self._check_rule()
         object.__setattr__(self, "_rule", ScaleRule(float(self.epsilon).hex(), self.power_of_two, self.scale_rounding))
         if self.scaling != "current" and self.granularity is not TENSOR:
             raise ValueError(
                 f"{self.scaling} scaling keeps one scale a tensor, found granularity {self.granularity}:"
-                " use scaling='current', or granularity TENSOR"
+                " use scaling='current', or granularity='tensor'"
             )
         self._check_mx()
         if (self.scaling == "static") != (self.static_scale is not None):

@@ -793,12 +793,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "row": (
         lambda: predicted(converted(RowwiseScaling())),
         ValueError,
-        "RowwiseScaling measures no scale of the",
+        r"RowwiseScaling measures no scale of the .*\): octavo\.convert\(model, CurrentScaling\(\)\) or .* first$",
     ),
     "plain": (
         lambda: predicted(network()),
         ValueError,
         r"no layer of this Sequential can be predicted: octavo\.convert\(.*first$",
+    ),
+    "not its weights, and by row": (
+        lambda: octavo.predict_weight_scales(
+            converted(CurrentScaling(overrides={"^0$": RowwiseScaling()})), torch.optim.Adam(network().parameters())
+        ),
+        ValueError,
+        r"\): octavo\.convert\(model, .* first; give the optimizer that trains these weights$",
     ),
     "twice": (
         lambda: (predicted(m := converted()), predicted(m)),
@@ -808,7 +815,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "not its weights": (
         lambda: octavo.predict_weight_scales(converted(), torch.optim.Adam(network().parameters())),
         ValueError,
-        "trained, and not by this optimizer",
+        r"trained, and not by this optimizer\): give the optimizer that trains these weights$",
     ),
     "half": (lambda: predicted(converted().to(torch.float16)), ValueError, "float16, in which the second moment"),
 }

@@ -24,7 +24,7 @@ from octavo.kernels import amax
 from octavo.modules import FP8LinearMixin
 from octavo.optim.bound_table import FROZEN, MEASURED, BoundTable
 from octavo.optim.late_answer import LateAnswer
-from octavo.optim.predictable_layers import PREDICTED_ALREADY, group_indices, group_of, predictable_layers
+from octavo.optim.predictable_layers import group_indices, group_of, predictable_layers, remedies
 from octavo.optim.step_bound import NoBoundError, Step, StepBound, adam_step, check_known, given_step, larger
 from octavo.runtime import WeightBound
 from octavo.runtime.given_model import check_model
@@ -104,12 +104,10 @@ class PredictedWeightScales:
         self.layers, self.left, rows = predictable_layers(model, optimizer)
         if not rows:
             why = "; ".join(f"{name or '(root)'}: {reason}" for name, reason in list(self.left.items())[:3])
-            remedy = ": octavo.convert(model, CurrentScaling()) or DelayedScaling() first"
-            if self.left and all(reason == PREDICTED_ALREADY for reason in self.left.values()):
-                remedy = ""
+            remedy = remedies(self.left.values() or [""])
             raise ValueError(
                 f"octavo.predict_weight_scales: no layer of this {type(model).__name__} can be predicted"
-                f"{f' ({why})' if why else ''}{remedy}"
+                f"{f' ({why})' if why else ''}{f': {remedy}' if remedy else ''}"
             )
         self._tables = [BoundTable(*zip(*some, strict=True)) for some in rows]
         self._names = dict(zip((bound for table in self._tables for bound in table.bounds), self.layers, strict=True))

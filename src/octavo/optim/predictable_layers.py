@@ -5,6 +5,7 @@ A weight has one group, or none (`FROZEN`), or its parts have several (`MEASURED
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,6 +33,11 @@ def group_of(layer: Any, indices: dict[int, int]) -> int:
 
 # The reason of a layer that another prediction has.
 PREDICTED_ALREADY = "it is predicted already: remove() that first"
+_NO_PARAMETER = ", no plain parameter"
+_FOREIGN = "its weight is trained, and not by this optimizer"
+_IN_FP8_ALONE = "its weight exists in FP8 alone"
+_IN_SEVERAL_GROUPS = "its weight lies in several param groups"
+_OTHER_RECIPE = "octavo.convert(model, CurrentScaling()) or DelayedScaling() first"
 # Layer and param group, of all layers of one device and dtype; those of one group side by side.
 Rows = list[tuple[Any, int]]
 
@@ -56,6 +62,20 @@ def predictable_layers(
     return names, left, [[(layer, group) for _, layer, group in rows] for rows in tables]
 
 
+def remedies(reasons: Iterable[str]) -> str:
+    """What to do about layers that are left for these reasons, of each kind once; empty where the reasons say it."""
+    known = {
+        _FOREIGN: "give the optimizer that trains these weights",
+        _IN_FP8_ALONE: "build the model without octavo.quantized_init",
+        _IN_SEVERAL_GROUPS: "give the parts of a weight one param group",
+        PREDICTED_ALREADY: "",
+    }
+    found = dict.fromkeys(
+        "" if reason.endswith(_NO_PARAMETER) else known.get(reason, _OTHER_RECIPE) for reason in reasons
+    )
+    return "; ".join(filter(None, found))
+
+
 def _reason(layer: FP8LinearMixin, groups: dict[int, int]) -> str:
     """Why the weight of a layer is measured; empty if its scale can be predicted."""
     parts = layer.weight_parts()
@@ -65,12 +85,12 @@ def _reason(layer: FP8LinearMixin, groups: dict[int, int]) -> str:
     if layer.recipe is not None and not takes_bound(layer.recipe.linear):
         return f"{type(layer.recipe).__name__} rounds the weight by chance, or casts it in two ways"
     if any(isinstance(part, QuantizedTensor) for part in parts):
-        return "its weight exists in FP8 alone"
+        return _IN_FP8_ALONE
     if any(type(part) is not nn.Parameter for part in parts):
-        return f"its weight is a {type(parts[0]).__name__}, no plain parameter"
+        return f"its weight is a {type(parts[0]).__name__}{_NO_PARAMETER}"
     if layer.delayed_state.weight_bound is not None:
         return PREDICTED_ALREADY
     of_parts = {groups.get(id(part), FROZEN) for part in parts}
     if any(part.requires_grad and id(part) not in groups for part in parts):
-        return "its weight is trained, and not by this optimizer"
-    return "its weight lies in several param groups" if len(of_parts) > 1 else ""
+        return _FOREIGN
+    return _IN_SEVERAL_GROUPS if len(of_parts) > 1 else ""

@@ -96,7 +96,7 @@ def test_a_model_takes_it_and_gives_it_back(build: Any, monkeypatch: pytest.Monk
     assert report.structures[-1].parts == ("loss",)
     assert report.structures[-1].fused
     report = octavo.convert(model, CurrentScaling())
-    assert f"fused: the loss of {type(model).__name__}, on a GPU, (root)" in str(report)
+    assert f"fused: the loss of {type(model).__name__}, on a GPU (root)" in str(report)
     assert model.loss_function is fused.causal_loss
     assert list(model.state_dict()) == keys
     plain = step(model, tokens)

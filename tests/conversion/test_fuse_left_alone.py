@@ -36,12 +36,52 @@ def test_subclasses_and_strangers_are_left_alone() -> None:
     model.model.layers[0].mlp.__class__ = Doubled
     model.stranger = Stranger()
     report = octavo.convert(model)
-    assert not_fused(report, "layers.0.mlp") == "the forward of Doubled is not known"
-    assert not_fused(report, "stranger") == "the forward of Stranger is not known"
+    assert not_fused(report, "layers.0.mlp") == (
+        "its gate_proj, up_proj and down_proj look like an MLP's, but its forward is not one that is known here"
+    )
+    assert not_fused(report, "stranger") == (
+        "its fc1 and fc2 look like an MLP's, but its forward is not one that is known here"
+    )
     assert type(model.model.layers[0].mlp) is Doubled
     assert len(report.fused) == 6
-    assert "not fused: Doubled with gate_proj, up_proj" in str(report)
-    assert "fused: LlamaRMSNorm with q_proj, k_proj, v_proj, model.layers.0.input_layernorm and 1 more" in str(report)
+    assert "not fused: Doubled (model.layers.0.mlp): its gate_proj, up_proj and down_proj look" in str(report)
+    assert "fused: LlamaRMSNorm with q_proj, k_proj, v_proj (model.layers.0.input_layernorm and 1 more)" in str(report)
+
+
+class OfTwo(nn.Module):
+    """Two layers by names that are known, a normalisation before one, and nothing else of what is known with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.fc1(x).relu())
+
+
+class OfSomebody(nn.Module):
+    """A block whose parts are called as timm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm2, self.mlp = nn.LayerNorm(32), OfTwo()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm2(x))
+
+
+def test_reasons_name_no_attribute_that_is_not_there() -> None:
+    lines = [
+        "not fused: LayerNorm with fc1 (0.norm2 and 2 more): the forward around it, of OfSomebody, is not one that is"
+        " known here",
+        "not fused: OfTwo (0.mlp and 2 more): its fc1 and fc2 look like an MLP's, but its forward is not one that is"
+        " known here",
+    ]
+    model = nn.Sequential(*(OfSomebody() for _ in range(3)))
+    assert [line for line in str(octavo.convert(model, filter="all")).splitlines() if "fused" in line] == lines
+    frozen = octavo.freeze(model, "row")
+    assert [line for line in str(frozen).splitlines() if "fused" in line] == lines
+    assert octavo.convert(OfTwo(), filter="all", dry_run=True).structures[0].parts == ()
 
 
 def test_another_version_of_a_forward_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

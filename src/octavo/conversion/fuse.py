@@ -27,6 +27,7 @@ from octavo.conversion.structures import (
     Path,
     class_reason,
     code_reason,
+    is_known,
     is_octavos,
     part,
 )
@@ -93,12 +94,12 @@ def _found(model: nn.Module) -> Iterator[_Found]:
             continue
         alike = [mlp for mlp in MLPS if all(isinstance(part(module, path), nn.Module) for path in mlp.layers)]
         if alike:
-            mlp = next((one for one in alike if not class_reason(one, kind)), alike[0])
+            mlp = next((one for one in alike if is_known(one, kind)), alike[0])
             reason = class_reason(mlp, kind) or code_reason(mlp, module, kind) or _replaced_reason(module)
             yield _Found(name, module, mlp, reason)
         for norm in NORMS:
             there = isinstance(part(module, norm.norm), nn.Module)
-            if there and (_followers(module, norm) or not class_reason(norm, kind)):
+            if there and (_followers(module, norm) or is_known(norm, kind)):
                 yield _Found(name, module, norm, class_reason(norm, kind) or norm.reason)
 
 
@@ -163,14 +164,26 @@ def _norm_reason(module: nn.Module, structure: NormStructure, converted: set[int
 def _report(found: _Found, reason: str) -> StructureReport:
     structure, prefix = found.structure, f"{found.name}." if found.name else ""
     if isinstance(structure, MLPStructure):
-        kind = _class_before(found.module).__name__
-        names = [path[-1] if len(structure.first) > 1 else ".".join(path) for path in structure.first]
-        parts = (*names, structure.activation[-1], ".".join(structure.last))
-        return StructureReport(found.name, kind, parts, not reason, reason)
+        kind = _class_before(found.module)
+        return StructureReport(found.name, kind.__name__, _parts(found, kind), not reason, reason)
     norm = part(found.module, structure.norm)
     parts = tuple(path[-1] for path, _ in _followers(found.module, structure))
     name = f"{prefix}{'.'.join(structure.norm)}"
     return StructureReport(name, _class_before(norm).__name__, parts, not reason, reason)
+
+
+def _parts(found: _Found, kind: type[nn.Module]) -> tuple[str, ...]:
+    """Names of what an MLP computes as one, of those that are there; none of a class that is not known."""
+    structure = found.structure
+    assert isinstance(structure, MLPStructure), "of an MLP"
+    if not is_known(structure, kind):
+        return ()
+    paths = (*structure.first, structure.activation, structure.last)
+    return tuple(
+        path[-1] if path == structure.activation else ".".join(path)
+        for path in paths
+        if part(found.module, path) is not None
+    )
 
 
 def _changed_module(found: _Found) -> nn.Module:

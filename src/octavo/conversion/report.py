@@ -48,8 +48,8 @@ class StructureReport:
     Attributes:
         name: qualified name in the model, of the MLP, of the normalisation, or of the model whose loss it is.
         kind: its class before.
-        parts: names of what is computed as one: of an MLP layers and activation, of a normalisation the layers behind,
-            of a model "loss".
+        parts: names of what is computed as one: of an MLP layers and activation, and none if its class is not known;
+            of a normalisation the layers behind, of a model "loss".
         fused: whether it is computed as one now (or would be, in a dry run).
         reason: why it is not; empty if it is.
     """
@@ -154,12 +154,12 @@ def structure_lines(structures: tuple[StructureReport, ...]) -> list[str]:
     """A line for those that are alike."""
     alike: dict[tuple[object, ...], list[str]] = {}
     for one in structures:
-        alike.setdefault((one.kind, one.parts, one.fused, one.reason), []).append(one.name or "(root)")
+        alike.setdefault((one.kind, one.parts, one.fused, one.reason), []).append(one.name or "root")
     lines = []
     for (kind, parts, fused, reason), names in alike.items():
         which = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         what = f"{kind} with {', '.join(parts)}" if isinstance(parts, tuple) and parts else str(kind)
         if parts == ("loss",):
             what = f"the loss of {kind}, on a GPU"
-        lines.append(f"{'fused' if fused else 'not fused'}: {what}, {which}{'' if fused else f': {reason}'}")
+        lines.append(f"{'fused' if fused else 'not fused'}: {what} ({which}){'' if fused else f': {reason}'}")
     return lines

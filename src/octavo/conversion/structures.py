@@ -172,11 +172,19 @@ def is_octavos(kind: type[nn.Module]) -> bool:
     return any(package_of(base) == "octavo" for base in kind.__mro__)
 
 
+def is_known(structure: MLPStructure | NormStructure, kind: type[nn.Module]) -> bool:
+    """True if a module of this class is the structure whose parts it has."""
+    return package_of(kind) == structure.package and kind.__name__ in structure.classes
+
+
 def class_reason(structure: MLPStructure | NormStructure, kind: type[nn.Module]) -> str:
     """Why a module of this class is not the structure whose parts it has; empty if it is."""
-    if package_of(kind) == structure.package and kind.__name__ in structure.classes:
+    if is_known(structure, kind):
         return ""
-    return f"the forward of {kind.__name__} is not known"
+    if isinstance(structure, NormStructure):
+        return f"the forward around it, of {kind.__name__}, is not one that is known here"
+    *others, last = (".".join(path) for path in structure.layers)
+    return f"its {', '.join(others)} and {last} look like an MLP's, but its forward is not one that is known here"
 
 
 def code_reason(structure: MLPStructure, module: nn.Module, kind: type[nn.Module]) -> str:

@@ -43,7 +43,8 @@ def test_on_a_cpu_alone_the_report_says_that_nothing_was_weighed(monkeypatch: py
     monkeypatch.setattr(CARD, lambda: None)
     report = octavo.convert(model("cpu"))
     (remark,) = report.remarks
-    assert remark.startswith("the default filter weighed nothing on cpu, and its choice stays when the model moves")
+    assert remark.startswith("the default filter leaves no layer out for its speed on cpu, and its choice stays when")
+    assert str(report).count("for its speed") == 1
 
 
 @pytest.mark.parametrize("card", ["NVIDIA H200", None])

@@ -58,7 +58,9 @@ def test_an_exception_leaves_it_too() -> None:
 
 @pytest.mark.parametrize("choice", ["h100", "Hopper", "", None, 32])
 def test_another_name_is_refused_with_the_choices(choice: Any) -> None:
-    with pytest.raises(ValueError, match=rf"^emulation is {choice!r}: expected 'auto', 'fp32', 'hopper'$"):
+    with pytest.raises(
+        ValueError, match=rf"^emulation is {choice!r}: expected 'auto', 'fp32', 'hopper' \(H100 and H200: 'hopper'\)$"
+    ):
         octavo.emulation(choice)
 
 

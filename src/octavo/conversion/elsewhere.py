@@ -29,8 +29,8 @@ def elsewhere_remarks(found: list[Candidate], converted: set[int], selection: Se
     card, kind = card_at_hand(), _device_type(layers[0])
     if card is None and kind != "meta":
         return [
-            f"the default filter weighed nothing on {kind}, and its choice stays when the model moves: for a GPU's,"
-            " move the model first, then convert."
+            f"the default filter leaves no layer out for its speed on {kind}, and its choice stays when the model"
+            " moves: for a GPU's, move the model first, then convert."
         ]
     slower = sum(_slows_down(layer, recipe) for layer in layers)
     if not slower:

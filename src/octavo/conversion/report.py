@@ -133,9 +133,12 @@ class ConversionReport:
         done = "would be converted" if self.dry_run else "converted"
         lines.append(f"{len(self.converted)} of {len(self.layers)} layers {done}, on {self.device}.")
         if self.converted and self._is_emulated:
-            lines.append("FP8 is emulated here, with the same numbers: no layer was left out for its speed.")
+            lines.append("FP8 is emulated here, with the same numbers.")
         if self.converted:
-            lines.append("gain: forward and backward against bf16 on an H200 with many tokens, a model's estimate.")
+            lines.append(
+                "gain: estimated, not measured: how many times as fast as bf16, forward and backward, on an H200 with"
+                " many tokens; below 1x is slower."
+            )
         for why in dict.fromkeys(layer.no_gain for layer in self.converted if layer.no_gain not in ("", EMULATED)):
             lines.append(f"unknown: there is no model of what this recipe has, {why}: measure it.")
         lines += structure_lines(self.structures) + list(self.remarks)

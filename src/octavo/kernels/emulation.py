@@ -45,7 +45,9 @@ class emulation:
 
     def __init__(self, choice: Emulation) -> None:
         if choice not in _CHOICES:
-            raise ValueError(f"emulation is {choice!r}: expected {', '.join(map(repr, _CHOICES))}")
+            raise ValueError(
+                f"emulation is {choice!r}: expected {', '.join(map(repr, _CHOICES))} (H100 and H200: 'hopper')"
+            )
         self.choice = choice
 
     def __enter__(self) -> emulation:

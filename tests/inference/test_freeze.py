@@ -228,6 +228,35 @@ def test_codes_are_not_loaded_as_the_weight_of_a_layer_that_trains(scheme: str, 
             model.load_state_dict(own, strict=strict)
 
 
+@pytest.mark.parametrize("own", NAMES)
+@pytest.mark.parametrize("saved", NAMES)
+def test_a_file_of_another_scheme_says_so_once(saved: str, own: str) -> None:
+    models = []
+    for scheme in (saved, own):
+        model = nn.Sequential(nn.Linear(160, 32), octavo.LayerNormMLP(32, 160), nn.Linear(32, 32))
+        scales = dict.fromkeys(["0", "1.fc1", "1.fc2", "2"], 1.0) if scheme == "tensor_static" else None
+        freeze(model, scheme, input_scales=scales)
+        models.append(model)
+    state, model = models[0].state_dict(), models[1]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    if {saved, own} <= {"tensor_static", "tensor_dynamic"}:
+        # One scale a weight in both: that of the activations is a key more or less.
+        model.load_state_dict(state, strict=False)
+    elif saved == own:
+        model.load_state_dict(state)
+    else:
+        given = ", input_scales=..." if saved == "tensor_static" else ""
+        for strict in (True, False):
+            with pytest.raises(RuntimeError, match="was saved with the scheme") as error:
+                model.load_state_dict(state, strict=strict)
+            assert str(error.value).split("\n\t")[1:] == [
+                f"0 was saved with the scheme {saved!r}, and is frozen with {own!r} here: build the model, freeze it"
+                f" alike by octavo.freeze(model, {saved!r}{given}), and load the file then"
+            ]
+        for name, value in model.state_dict().items():
+            assert torch.equal(value.float(), before[name].float())
+
+
 class TwiceLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(input)

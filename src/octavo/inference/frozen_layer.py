@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from octavo.conversion.ends import CountedLayer
 from octavo.formats import E4M3
 from octavo.inference.known_scales import KnownScales
-from octavo.inference.scheme import Scheme
+from octavo.inference.scheme import Scheme, scheme_of
 from octavo.kernels import ALIGNMENT, pad_matrix, pad_row_scale
 from octavo.kernels.scaled_mm import with_bias
 from octavo.modules import FixedWeights
@@ -207,6 +207,13 @@ class FrozenLayer(FixedWeights, CountedLayer):
     ) -> None:
         # copy_ would convert anything without a word, high-precision weights included.
         for product in self.products:
+            other = self._other_scheme(product, state_dict, prefix)
+            if other is not None:
+                differs = _scheme_differs(other, self.scheme)
+                # All layers of a model mostly differ alike.
+                if not any(message.endswith(differs) for message in error_msgs):
+                    error_msgs.append(f"{prefix.removesuffix('.') or '(root)'} {differs}")
+                return
             for name in (product.weight, product.weight_scale):
                 found, own = state_dict.get(prefix + name), self._buffers[name]
                 if found is not None and own is not None and found.dtype != own.dtype:
@@ -222,6 +229,18 @@ class FrozenLayer(FixedWeights, CountedLayer):
             if scale is not None and prefix + name in state_dict:
                 self._known_scales.read(name, scale)
 
+    def _other_scheme(self, product: Product, state_dict: dict[str, Any], prefix: str) -> Scheme | None:
+        """The scheme that codes to load were made by, if their scale would not do here."""
+        codes, own = (state_dict.get(prefix + product.weight), self._buffers[product.weight])
+        scale, own_scale = (state_dict.get(prefix + product.weight_scale), self._buffers[product.weight_scale])
+        if codes is None or own is None or scale is None or own_scale is None:
+            return None
+        if (codes.dtype, codes.shape) != (own.dtype, own.shape):
+            return None
+        if (scale.dtype, scale.shape) == (own_scale.dtype, own_scale.shape):
+            return None
+        return scheme_of(codes, scale, prefix + product.input_scale in state_dict)
+
     def __getstate__(self) -> dict[str, Any]:
         # Plain pickle does not know the storages of float8: bytes travel as bytes, each with its dtype.
         stored = {name: _stored(buffer) for name, buffer in self._buffers.items()}
@@ -232,6 +251,14 @@ class FrozenLayer(FixedWeights, CountedLayer):
         buffers = {name: None if one is None else one[0].view(one[1]) for name, one in state["_buffers"].items()}
         super().__setstate__({**state, "_buffers": buffers, "_known_scales": KnownScales()})
         self._known_scales.follow(self._given_scales(), state.get("_known_scales", {}))
+
+
+def _scheme_differs(found: Scheme, own: Scheme) -> str:
+    scales = ", input_scales=..." if found.static else ""
+    return (
+        f"was saved with the scheme {found.name!r}, and is frozen with {own.name!r} here: build the model, freeze it"
+        f" alike by octavo.freeze(model, {found.name!r}{scales}), and load the file then"
+    )
 
 
 def check_input_scale(scale: float | None, whose: str = "") -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from octavo.formats import E8M0
 from octavo.scaling import BLOCK_1X128, BLOCK_128X128, MX, ROW, TENSOR, Granularity
 
 
@@ -35,6 +38,24 @@ SCHEMES: tuple[Scheme, ...] = (
     Scheme("block128", "FP8 block 128", BLOCK_128X128, BLOCK_1X128, power_of_two=True),
     Scheme("mxfp8", "MXFP8", MX, MX, power_of_two=True),
 )
+
+
+def scheme_of(codes: Tensor, scale: Tensor, static: bool) -> Scheme | None:
+    """The scheme that gives codes [N, K] a scale like this one; None if none does.
+
+    Args:
+        codes: of a weight.
+        scale: of these codes.
+        static: the scale of the activations lies beside it.
+    """
+    rows, columns = codes.shape
+    if scale.dtype == E8M0.dtype:
+        return scheme_named("mxfp8")
+    if scale.dim() == 0:
+        return scheme_named("tensor_static" if static else "tensor_dynamic")
+    if tuple(scale.shape) == (rows, 1):
+        return scheme_named("row")
+    return scheme_named("block128") if tuple(scale.shape) == (-(-rows // 128), -(-columns // 128)) else None
 
 
 def scheme_named(name: str) -> Scheme:

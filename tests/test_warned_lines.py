@@ -59,13 +59,14 @@ def unconvert_what_was_replaced() -> None:
 
 def guard_what_leaves_its_bounds() -> None:
     model = converted()
-    guard = octavo.PrecisionGuard(model, every=1, bounds=PrecisionBounds(sqnr_db=1000.0))
-    model(X)
-    guard.step()
+    with octavo.PrecisionGuard(model, every=1, bounds=PrecisionBounds(sqnr_db=1000.0)) as guard:
+        model(X)
+        guard.step()
 
 
 def guard_what_never_ran() -> None:
-    octavo.PrecisionGuard(converted(), every=1).step()
+    with octavo.PrecisionGuard(converted(), every=1) as guard:
+        guard.step()
 
 
 def forget_the_update_of(model: nn.Module) -> None:

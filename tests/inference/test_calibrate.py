@@ -123,6 +123,27 @@ def test_batches_of_every_kind_and_inputs_by_keyword(batch) -> None:
     assert freeze(model, "tensor_static", input_scales=scales, exclude="unused") == ["used"]
 
 
+class ByIndex(torch.utils.data.Dataset[torch.Tensor]):
+    """What iterates by `__getitem__` alone."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2, 16), [1.0, 3.0, 2.0][index])
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        ByIndex(),
+        torch.utils.data.Subset(ByIndex(), [0, 1]),
+        torch.utils.data.TensorDataset(torch.full((2, 16), 3.0)),
+        torch.utils.data.DataLoader(torch.full((4, 16), 3.0), batch_size=2),  # type: ignore[arg-type]
+    ],
+    ids=["dataset", "Subset", "TensorDataset", "DataLoader"],
+)
+def test_data_sets_and_loaders_are_batches(batches) -> None:
+    assert calibrate(one_layer(), batches) == {"0": 3.0 / 448}
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_model_is_left_as_it_was(fails: bool) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.Linear(16, 8)).train()

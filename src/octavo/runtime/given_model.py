@@ -24,10 +24,15 @@ def check_batches(batches: Any, function: str) -> None:
         raise ValueError(
             f"{function}: batches is a {type(batches).__name__}, a single batch: give a list of batches, [batch]"
         )
-    if not isinstance(batches, Iterable):
+    if isinstance(batches, Iterable):
+        return
+    # A Dataset iterates by its `__getitem__` alone. (Only of such is `iter` asked: a DataLoader would start workers.)
+    try:
+        iter(batches)
+    except TypeError:
         raise ValueError(
             f"{function}: batches is a {type(batches).__name__}: expected a list of batches, or a DataLoader"
-        )
+        ) from None
 
 
 @contextmanager

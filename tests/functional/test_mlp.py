@@ -216,6 +216,14 @@ def test_in_bf16_a_gated_mlp_is_as_close_to_float32_as_its_layers(activation: st
             assert sqnr_db(truth, mine) > sqnr_db(truth, theirs) - 0.5
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own
+def test_a_tangent_is_refused_without_gradients() -> None:
+    parts, x = Parts(CurrentScaling(), True), torch.randn(8, 40)
+    refused = pytest.raises(RuntimeError, match="FP8 products have no forward-mode derivative")
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level(), refused:
+        parts.as_one(torch.autograd.forward_ad.make_dual(x, x))
+
+
 def test_a_second_derivative_is_refused() -> None:
     parts = Parts(CurrentScaling(), True)
     x = torch.randn(4, 40, requires_grad=True)

@@ -139,6 +139,30 @@ def test_transforms_of_torch_func_are_seen() -> None:
     assert seen == [True]
 
 
+def test_the_level_of_forward_mode_and_what_has_a_tangent_there() -> None:
+    from torch.autograd import forward_ad
+
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    x = torch.ones(3)
+    assert forward_ad._current_level == -1
+    assert not wrapped(x)
+    with forward_ad.dual_level():
+        assert forward_ad._current_level == 0
+        assert forward_ad.unpack_dual(x).tangent is None
+        assert forward_ad.unpack_dual(forward_ad.make_dual(x, x)).tangent is not None
+    seen: list[tuple[bool, int]] = []
+
+    def function(y: Tensor) -> Tensor:
+        seen.append((wrapped(y), forward_ad._current_level))
+        return y
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.func.jvp's own, of torch.jit
+        torch.func.jvp(function, (x,), (x,))
+    assert seen == [(True, 0)]
+    assert forward_ad._current_level == -1
+
+
 def test_the_sequence_number_counts_what_autograd_records_and_nothing_else() -> None:
     number = torch._C._autograd._get_sequence_nr
     x, before = torch.ones(3, requires_grad=True), number()

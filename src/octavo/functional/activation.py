@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3
+from octavo.functional.forward_mode import refuse_tangents
 from octavo.functional.products import shaped
 from octavo.functional.shared_input import as_rows
 from octavo.kernels.activation_backward_cast import activation_backward_output
@@ -39,6 +40,7 @@ def activate(z: Tensor, activation: str, stored_fp8: bool = False) -> Tensor:
     if torch.is_grad_enabled():
         result: Tensor = _Activation.apply(z, activation, stored_fp8)
         return result
+    refuse_tangents(z, why=f"{activation} has a forward-mode derivative for float64 alone")
     a = activation_output(as_rows(z), activation, z.dtype).output
     return a.reshape(*z.shape[:-1], a.shape[1])
 

@@ -16,9 +16,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.functional.forward_mode import refuse_tangents
 from octavo.functional.shared_input import as_rows
 from octavo.kernels.cross_entropy import LOGIT_DTYPES, LossRule, check_rule, cross_entropy_gradient
 from octavo.kernels.cross_entropy import cross_entropy as loss_of_rows
+
+_NO_TANGENT = "this cross-entropy has no forward-mode derivative: use torch.nn.functional.cross_entropy for it"
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
@@ -72,6 +75,7 @@ def cross_entropy(
     if torch.is_grad_enabled():
         loss: Tensor = _CrossEntropy.apply(logits, targets, _Setup(rule, reduction, overwrite_logits))
         return loss
+    refuse_tangents(logits, why=_NO_TANGENT)
     losses, _ = loss_of_rows(as_rows(logits), targets.reshape(-1), rule)
     return reduced(losses, count_of(targets, ignore_index, reduction), reduction, targets.shape)
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.functional.forward_mode import refuse_tangents
 from octavo.functional.linear import linear, quantize_weight
 from octavo.functional.products import count, refuse_second_derivative
 from octavo.functional.shared_input import as_rows
@@ -77,6 +78,7 @@ def grouped_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
     if torch.is_grad_enabled():
         result: Tensor = _GroupedLinear.apply(x, call, len(weights), *weights, *biases)
         return result
+    refuse_tangents(x, *weights, *biases)
     rows = x.to(call.dtype)
     operands, made = [], []
     for expert, (start, stop) in enumerate(call.bounds):

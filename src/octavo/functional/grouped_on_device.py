@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.functional.forward_mode import refuse_tangents
 from octavo.functional.grouped_quantize import (
     GroupedOperand,
     granularity_reasons,
@@ -134,6 +135,7 @@ def grouped_linear_on_device(
     """
     groups = groups_of(splits, x.shape[0])
     if not torch.is_grad_enabled():
+        refuse_tangents(x, *weights, *biases)
         # An autograd Function is asked for the gradients of what has one, also where none will be.
         x, weights = x.detach(), [weight.detach() for weight in weights]
     result: Tensor = _GroupedOnDevice.apply(x, *groups, call, len(weights), *weights, *biases)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.functional.forward_mode import refuse_tangents, refuse_transforms
 from octavo.functional.products import (
     Kept,
     codes_of_weight,
@@ -61,12 +62,15 @@ def linear(
     """
     if torch.is_grad_enabled():
         apply = _Linear.apply
-        if not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
+        if not torch.compiler.is_compiling():
+            if torch._C._are_functorch_transforms_active():
+                refuse_transforms()
             # What `Function.apply` does besides is to look for tensors that a transform has left behind.
             x, weight = _unwrap(x), _unwrap(weight)
             apply = _apply
         result: Tensor = apply(x, weight, bias, plan, out_dtype, cached_weight)
         return result
+    refuse_tangents(x, weight, bias)
     if cached_weight is None and plan.together and _are_cast_together(x, weight, out_dtype):
         rows, operand = _both(x, weight, plan, out_dtype, False, False)
     else:

@@ -38,6 +38,7 @@ from octavo.functional.cross_entropy import (
     reduced,
     refuse_second_derivative_of_loss,
 )
+from octavo.functional.forward_mode import refuse_tangents
 from octavo.functional.head_products import (
     NOTHING,
     Gradients,
@@ -108,6 +109,7 @@ def linear_cross_entropy(
         if torch.is_grad_enabled():
             loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, setup, cached_weight)
             return loss
+        refuse_tangents(hidden, weight, bias)
         rows, flat, none = as_rows(hidden), targets.reshape(-1), Needs(False, False, False)
         losses, *_ = _losses(rows, flat, head_of(weight, bias, setup, none, cached_weight), none, setup)
     return reduced(losses, count_of(targets, ignore_index, reduction), reduction, targets.shape)

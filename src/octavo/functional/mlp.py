@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.functional.forward_mode import refuse_tangents
 from octavo.functional.fused_casts import Activated, cast_activated, cast_activation_gradient, repeated_scale, repeating
 from octavo.functional.gated_casts import cast_gated, cast_gated_gradients
 from octavo.functional.linear import quantize_for_products
@@ -81,6 +82,7 @@ def mlp(x: Tensor, first: tuple[Layer, ...], last: Layer, setup: MLP) -> Tensor:
     if torch.is_grad_enabled():
         result: Tensor = _MLP.apply(x, setup, cached, *parameters)
         return result
+    refuse_tangents(x, *parameters)
     nothing = _Wanted(tuple(Needs(False, False, False) for _ in first), Needs(False, False, False))
     return _forward(x, setup, cached, parameters, nothing).y
 

@@ -14,11 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.functional.forward_mode import refuse_tangents
 from octavo.functional.products import shaped
 from octavo.functional.reference import norm_reference
 from octavo.functional.shared_input import as_rows
 from octavo.kernels.norm_backward import norm_backward
 from octavo.kernels.norm_cast import Norm, norm_output
+
+_NO_TANGENT = (
+    "octavo.LayerNorm and octavo.RMSNorm have a forward-mode derivative for float64 alone: use torch.nn.LayerNorm or"
+    " torch.nn.RMSNorm here"
+)
 
 
 def normalise(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -35,6 +41,7 @@ def normalise(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None)
     if torch.is_grad_enabled():
         result: Tensor = _Norm.apply(x, weight, bias, norm)
         return result
+    refuse_tangents(x, weight, bias, why=_NO_TANGENT)
     return norm_output(dense_rows(x), norm, weight, bias).output.reshape(x.shape)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.functional.forward_mode import refuse_tangents
 from octavo.functional.fused_casts import cast_normalised
 from octavo.functional.norm import dense_rows, keep_for_norm_gradients, norm_gradients
 from octavo.functional.products import shaped
@@ -46,6 +47,7 @@ def normalise_ahead(
         n: Tensor = _NormAhead.apply(x, weight, bias, norm, ahead, columnwise, made)
         operand = made[0]
     else:
+        refuse_tangents(x, weight, bias)
         cast = cast_normalised(dense_rows(x), norm, weight, bias, ahead, columnwise, True)
         assert cast.rows is not None, "they were asked for"
         n, operand = cast.rows.reshape(x.shape), cast.operand

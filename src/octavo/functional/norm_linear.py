@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.functional.forward_mode import refuse_tangents
 from octavo.functional.fused_casts import cast_normalised, repeated_scale, repeating
 from octavo.functional.linear import quantize_for_products, quantize_weight
 from octavo.functional.norm import dense_rows
@@ -86,6 +87,7 @@ def norm_linear(
     if torch.is_grad_enabled():
         result: Any = _NormLinear.apply(x, norm_weight, norm_bias, weight, bias, setup, cached_weight)
         return result if setup.return_norm else (result, None)
+    refuse_tangents(x, norm_weight, norm_bias, weight, bias)
     operand = cached_weight or quantize_weight(weight, setup.plan, True, False)
     n = cast_normalised(dense_rows(x), setup.norm, norm_weight, norm_bias, setup.plan.input, False, setup.return_norm)
     lead = x.shape[:-1]

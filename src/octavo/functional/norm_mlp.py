@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from octavo.functional.activation import decoded, stored
+from octavo.functional.forward_mode import refuse_tangents
 from octavo.functional.fused_casts import (
     cast_activated,
     cast_activation_gradient,
@@ -137,6 +138,7 @@ def norm_mlp(
     if torch.is_grad_enabled():
         result: Any = _NormMLP.apply(x, *parameters, setup, *cached_weights)
         return result if setup.return_norm else (result, None)
+    refuse_tangents(x, *parameters)
     first = cached_weights[0] or quantize_weight(parameters.fc1_weight, setup.fc1, True, False)
     middle = _middle(x, parameters, first, setup, _Layouts(False, False, setup.return_norm, False))
     second = _second_weight(parameters.fc2_weight, cached_weights[1], setup, middle.channels)

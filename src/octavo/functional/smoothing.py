@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2, Format
+from octavo.functional.forward_mode import refuse_tangents
 from octavo.functional.linear import quantize_weight
 from octavo.functional.products import (
     Extents,
@@ -214,6 +215,7 @@ def smooth_linear(
         cached_weight: codes of w2 made before, column-wise.
     """
     if not torch.is_grad_enabled():
+        refuse_tangents(a, weight, bias)
         # For nobody is to be told of a gradient.
         a, weight, bias = a.detach(), weight.detach(), None if bias is None else bias.detach()
     y: Tensor = _SmoothLinear.apply(a, weight, bias, plan, smoothing, out_dtype, cached_weight)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo.functional.forward_mode import refuse_tangents
 from octavo.runtime import LinearPlan
 from octavo.tensor import Operand
 
@@ -51,6 +52,7 @@ class FixedProduct(FixedWeights):
 
 def refusing_gradient(input: Tensor, out: Tensor) -> Tensor:
     """An output that says so when a gradient is asked of it, rather than be a constant without a word."""
+    refuse_tangents(input)
     if torch.is_grad_enabled() and input.requires_grad and not torch.compiler.is_compiling():
         refused: Tensor = _NoGradient.apply(input, out)
         return refused

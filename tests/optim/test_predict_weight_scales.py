@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import warnings
 import weakref
 from collections.abc import Callable
@@ -587,6 +588,28 @@ def test_a_given_bound_for_another_optimizer() -> None:
         optimizer.step()
         assert_nothing_saturates(model)
     assert bound_of(model[0]) < model[0].weight.abs().max().item() + 31e-2
+
+
+@pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float16, 3e4), (torch.bfloat16, 3e38), (torch.float32, 3e38)], ids=str
+)
+def test_a_bound_ends_at_the_largest_number_of_the_weights(dtype: torch.dtype, bound: float, tensors: bool) -> None:
+    """Beyond it there is infinity, whose scale leaves nothing but zeros of a weight that is as large as can be."""
+    model = network(dtype)
+    octavo.convert(model, CurrentScaling())
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    given = torch.tensor(bound) if tensors else bound
+    predicted = octavo.predict_weight_scales(model, optimizer, every=1000, step_bound=lambda group: given)
+    for _ in range(3):
+        step_of_ones(optimizer)
+    largest = torch.finfo(dtype).max
+    assert bound_of(model[0]) == model[0].delayed_state.weight_bound.exact.item() == largest
+    assert math.isfinite(predicted.slack()["0"])
+    with torch.no_grad():
+        model[0].weight.data.fill_(largest)  # (unseen by the version counter)
+        y = model[0](torch.eye(32, dtype=dtype)[:4] / 4)
+    torch.testing.assert_close(y, torch.full_like(y, largest / 4), rtol=0.01, atol=0)
 
 
 def twice_the_rate(group: Any) -> Any:

@@ -120,7 +120,7 @@ def given(returned: Any) -> Step:
 
 
 NO_NUMBERS = [
-    *(-1.0, float("inf"), float("nan"), "1", True, 1j),
+    *(-1.0, float("inf"), float("nan"), "1", True, 1j, 3.5e38, 10**400),
     *(torch.tensor(value) for value in (-1.0, float("inf"), float("nan"), True, [0.1, 0.2], [], 1j)),
     torch.zeros((), device="meta"),
 ]

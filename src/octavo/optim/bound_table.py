@@ -1,8 +1,9 @@
 """BoundTable: the bounds of all weights of one device and dtype, raised together after each optimizer step.
 
-    B <- round(round(B * factor) + added)        in the dtype of the weights
+    B <- min(round(round(B * factor) + added), largest finite number)        in the dtype of the weights
 
 Rounding is monotone, and a weight's own update rounds to the same dtype: |w| <= B before a step gives |w| <= B after.
+A weight that is finite is within the largest number; a bound beyond it would give a scale that makes codes of 0.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class BoundTable:
         part = layers[0].weight_parts()[0]
         self.dtype: torch.dtype = part.dtype
         self.device: torch.device = part.device
+        self._largest = torch.finfo(part.dtype).max
         gap = SCALE_ALIGNMENT // torch.float32.itemsize
         self._exact = torch.zeros(len(layers), dtype=part.dtype, device=part.device)
         self._amax = torch.zeros(len(layers), gap, dtype=torch.float32, device=part.device)
@@ -57,7 +59,7 @@ class BoundTable:
             step, rows = steps[group], self._exact[begin:end]
             if isinstance(step.factor, torch.Tensor) or step.factor != 1:
                 rows.mul_(step.factor)
-            rows.add_(step.added)
+            rows.add_(step.added).clamp_(max=self._largest)
         self._amax[:, 0].data.copy_(self._exact)
 
 

@@ -121,18 +121,19 @@ def given_step(
 
     Raises:
         NoBoundError: it is None.
-        ValueError: it is no number of 0 or more.
+        ValueError: it is no number of 0 or more, or larger than any of the dtype.
     """
     given: Any = step_bound(group)
     if given is None:
         raise NoBoundError("step_bound returned None for it")
-    value = _checked(given, device, waits)
-    if value is None:
+    value, largest = _checked(given, device, waits), torch.finfo(dtype).max
+    if value is None or (not isinstance(value, Tensor) and value > largest):
         raise ValueError(
             f"octavo.predict_weight_scales: step_bound returned {given!r} for param group {index}: expected the largest"
-            " change of an element in one step, a finite number of 0 or more, or a tensor of one such on the CPU or on"
-            f" {device}, where the weights are. Return that, such as group['lr'] for Lion; or, once the"
-            " prediction runs, None where there is no bound: the weights of that group are measured after each step"
+            f" change of an element in one step, a finite number of 0 or more that {dtype} can hold (up to"
+            f" {largest:.4g}), or a tensor of one such on the CPU or on {device}, where the weights are. Return that,"
+            " such as group['lr'] for Lion; or, once the prediction runs, None where there is no bound: the weights of"
+            " that group are measured after each step"
         )
     return Step(1.0, value * (1 + _rounding(dtype)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 import warnings
@@ -265,6 +266,11 @@ def test_a_transformer_encoder_runs_in_fp8_in_evaluation_too(training: bool) -> 
     assert counted.entries == {}
 
 
+def test_a_compiled_pattern_is_one_pattern() -> None:
+    report = octavo.convert(network(), include=re.compile("[02]"), exclude=re.compile("2"), filter="all")
+    assert [row.name for row in report.converted] == ["0"]
+
+
 def test_include_exclude_filter_and_names() -> None:
     model = nn.Sequential(network(), network(), nn.Linear(32, 8))
     report = octavo.convert(model, include=[r"^0\.", r"^2$"], exclude=r"\.2$")
@@ -285,6 +291,8 @@ def test_include_exclude_filter_and_names() -> None:
     [
         ({"include": "("}, "include pattern '\\(' is no regular expression"),
         ({"exclude": [3]}, "exclude pattern 3 is no regular expression"),
+        ({"include": b"a"}, "include pattern b'a' is no regular expression"),
+        ({"exclude": [re.compile(b"a")]}, r"exclude pattern re.compile\(b'a'\) is no regular expression"),
         ({"filter": "most"}, "filter is 'most': expected None, 'all'"),
         ({"recipe": "fp8"}, "recipe is 'fp8': expected one of"),
     ],

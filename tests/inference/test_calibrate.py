@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import math
 
 import pytest
 import torch
@@ -76,7 +78,9 @@ def test_the_order_of_batches_does_not_matter(method) -> None:
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1e-40, 1e-37, 3e38, torch.inf, torch.nan])
 def test_every_scale_is_positive_and_usable(method: str, value: float) -> None:
     """Layers that saw zeros alone, magnitudes at the ends of float32, or nothing finite."""
-    scales = calibrate(one_layer(), [torch.full((2, 16), value)], method)
+    context = contextlib.nullcontext() if math.isfinite(value) else pytest.warns(UserWarning, match="NaN or inf")
+    with context:
+        scales = calibrate(one_layer(), [torch.full((2, 16), value)], method)
     assert 2.0**-126 <= scales["0"] <= 2.0**126
     model = one_layer()
     freeze(model, "tensor_static", input_scales=scales)
@@ -90,6 +94,23 @@ def test_what_is_not_finite_is_left_out(method: str) -> None:
     spoilt = torch.cat([x, torch.tensor([[torch.inf, -torch.inf, torch.nan, 0.0] * 4])])
     clean = torch.cat([x, torch.zeros(1, 4).repeat(1, 4)])
     assert calibrate(one_layer(), [spoilt], method) == pytest.approx(calibrate(one_layer(), [clean], method))
+
+
+def test_layers_that_saw_nothing_finite_are_named() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8))
+    with torch.no_grad():
+        model[0].weight.fill_(torch.nan)
+    with pytest.warns(UserWarning, match=r"of 1 layer \('1'\) every input was NaN or inf.* 1 / 448") as caught:
+        scales = calibrate(model, [torch.ones(2, 16), torch.zeros(0, 16)])
+    assert caught[0].filename == __file__
+    assert scales == {"0": 1 / 448, "1": 1 / 448}
+    # No element is no fault.
+    assert calibrate(model[:1], [torch.zeros(0, 16)]) == {"0": 1 / 448}
+
+
+def test_a_model_without_values_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"0\.weight is on the meta device.*: give the model its weights first"):
+        calibrate(one_layer().to("meta"), [torch.ones(2, 16, device="meta")])
 
 
 class Model(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import safetensors.torch
@@ -153,7 +154,7 @@ def test_tied_weights_stay_tied() -> None:
 
 
 def test_exclude_is_a_pattern_or_several() -> None:
-    for exclude in ("^2$", ["^2$"], (p for p in ["^2$"])):
+    for exclude in ("^2$", ["^2$"], (p for p in ["^2$"]), re.compile("^2$"), [re.compile("^2$")]):
         model = mlp()
         assert freeze(model, exclude=exclude) == ["0"]
         assert type(model[2]) is nn.Linear
@@ -297,6 +298,9 @@ def test_the_root_cannot_be_replaced_in_place() -> None:
         ("tensor_static", {"0": 1.0}, "no input scale for '2'"),
         ("tensor_static", {"0": 1.0, "2": 0.0}, "input_scale of '2' is 0.0"),
         ("tensor_static", {"0": 1.0, "2": float("inf")}, "input_scale of '2' is inf"),
+        ("tensor_static", [1.0], "input_scales is a list: expected {name of a layer: scale}"),
+        ("tensor_static", {"0": 10**400, "2": 1.0}, "input_scale of '0' is 1000"),
+        ("tensor_static", {"0": "1.0", "2": 1.0}, "input_scale of '0' is 1.0: a static scheme needs"),
         ("row", {"0": 1.0, "2": 1.0}, "takes no input_scales: leave them out, or use 'tensor_static'"),
         ("fp8", None, "unknown scheme 'fp8'"),
     ],

@@ -350,6 +350,11 @@ def test_recipes_are_frozen_and_keyword_only(kind: type[Recipe]) -> None:
             )
             for name in ("input_scale", "weight_scale", "grad_output_scale")
         ],
+        (StaticScaling, {"input_scale": 10**400}, "input_scale is 1000.*normal numbers"),
+        (CurrentScaling, {"amax_epsilon": 1e300}, r"amax_epsilon is 1e\+300: expected 0 or .* up to 2\^64"),
+        (CurrentScaling, {"amax_epsilon": 3e38}, r"amax_epsilon is 3e\+38: expected 0 or .* up to 2\^64"),
+        (CurrentScaling, {"amax_epsilon": 10**400}, r"amax_epsilon is 1000.*: expected 0 or .* up to 2\^64"),
+        (BlockScaling, {"overrides": {b"a": None}}, r"override \(b'a', None\) is no pair of a regular expression"),
         (StaticScaling, {"input_scale": -1.0}, "input_scale is -1.0: a scale is a number, positive and finite"),
         (StaticScaling, {"weight_scale": float("nan")}, "weight_scale is nan"),
         (StaticScaling, {"grad_output_scale": "1"}, "grad_output_scale is '1'"),

@@ -177,11 +177,16 @@ def _speed_reasons(module: nn.Module, in_features: int, out_features: int, recip
     return [] if method is None else speed_reasons(in_features, out_features, method=method)
 
 
+# What is one pattern, and not several. (Bytes would be taken for numbers; they are refused by name.)
+_PATTERN = (str, bytes, re.Pattern)
+
+
 def _patterns(patterns: str | Iterable[str] | None, name: str) -> list[str]:
-    given = [] if patterns is None else [patterns] if isinstance(patterns, str) else list(patterns)
+    given = [] if patterns is None else [patterns] if isinstance(patterns, _PATTERN) else list(patterns)
     for pattern in given:
         try:
-            re.compile(pattern)
+            # Names are str, which a pattern of bytes cannot be looked for in.
+            re.compile(pattern).search("")
         except (re.error, TypeError) as error:
             raise ValueError(f"{name} pattern {pattern!r} is no regular expression: {error}") from None
     return given

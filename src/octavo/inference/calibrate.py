@@ -12,6 +12,7 @@ for others, and the same in whatever order the batches come. What is not finite 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -41,9 +42,9 @@ def calibrate(model: nn.Module, batches: Iterable[Any], method: Method = "max") 
     """Run `model` on batches and choose a scale for the input of each linear layer -> {qualified name: scale}.
 
     Layers that no batch reached have no entry; nor have experts that no token reached. One whose inputs were all zero
-    gets 1 / M. Of an `octavo.LayerNormLinear` it is the scale of the normalised input; an `octavo.LayerNormMLP` has an
-    entry `<name>.fc1` for that, and `<name>.fc2` for the output of its activation; an `octavo.GroupedLinear` one for
-    each expert, `<name>.expert0` and so on.
+    gets 1 / M; so does one, with a warning, of whose inputs none was finite. Of an `octavo.LayerNormLinear` it is the
+    scale of the normalised input; an `octavo.LayerNormMLP` has an entry `<name>.fc1` for that, and `<name>.fc2` for
+    the output of its activation; an `octavo.GroupedLinear` one for each expert, `<name>.expert0` and so on.
 
     Args:
         model: in high precision; runs in evaluation mode, and every module's training flag is put back afterwards.
@@ -56,11 +57,12 @@ def calibrate(model: nn.Module, batches: Iterable[Any], method: Method = "max") 
 
     Raises:
         TypeError: the model is no module.
-        ValueError: an unknown method, no batch, one batch instead of several, a batch that the model does not take, or
-            a model without linear layers.
+        ValueError: an unknown method, weights on the meta device, no batch, one batch instead of several, a batch
+            that the model does not take, or a model without linear layers.
     """
     check_model(model, "octavo.calibrate")
     check_batches(batches, "octavo.calibrate")
+    _check_has_values(model)
     if method not in METHODS:
         raise ValueError(f"method is {method!r}: expected 'max', 'percentile' or 'mse'")
     layers = {name: (module, freezes(module)) for name, module in model.named_modules()}
@@ -86,7 +88,30 @@ def calibrate(model: nn.Module, batches: Iterable[Any], method: Method = "max") 
             handle.remove()
     if count == 0:
         raise ValueError("calibrate got no batch: give at least one")
+    _warn_of_nothing_finite([name for name, inputs in seen.items() if inputs.any and not inputs.any_finite])
     return {name: _scale(inputs.amax_for(method)) for name, inputs in seen.items()}
+
+
+def _check_has_values(model: nn.Module) -> None:
+    """Raise ValueError if a weight is on the meta device."""
+    for name, tensor in model.named_parameters():
+        if tensor.is_meta:
+            raise ValueError(
+                f"octavo.calibrate: {name} is on the meta device, which has shapes and no values: give the model its"
+                " weights first, model.to_empty(device=...) and model.load_state_dict(...)"
+            )
+
+
+def _warn_of_nothing_finite(names: list[str]) -> None:
+    if names:
+        shown = ", ".join(repr(name) for name in names[:4]) + (", …" if len(names) > 4 else "")
+        warnings.warn(
+            f"octavo.calibrate: of {len(names)} layer{'s' if len(names) > 1 else ''} ({shown}) every input was NaN or"
+            f" inf, and the scale is that of zeros, 1 / {E4M3.max:g}: look for what is not finite in the batches and in"
+            " the weights before these layers, and calibrate again",
+            # (The decorator is a frame.)
+            stacklevel=4,
+        )
 
 
 class _Seen:
@@ -94,12 +119,16 @@ class _Seen:
 
     def __init__(self) -> None:
         self.amax = 0.0
+        # Elements were seen, and whether one of them was finite.
+        self.any = self.any_finite = False
         self.counts: Tensor = torch.zeros(_MAGNITUDES, dtype=torch.int64)
 
     def add(self, x: Tensor) -> None:
         magnitude = x.detach().float().abs().flatten()
+        self.any |= magnitude.numel() > 0
         magnitude = magnitude[magnitude.isfinite()]
         if magnitude.numel():
+            self.any_finite = True
             self.amax = max(self.amax, magnitude.amax().item())
             bits = magnitude.bfloat16().view(torch.int16).int().clamp(max=_MAGNITUDES - 1)
             self.counts += torch.bincount(bits, minlength=_MAGNITUDES).cpu()

@@ -131,6 +131,11 @@ def _checked_scales(scheme: Scheme, scales: Mapping[str, float] | None) -> dict[
             f"scheme {scheme.name!r} measures its activations and takes no input_scales: leave them out, or use"
             " 'tensor_static'"
         )
+    if not isinstance(scales, Mapping):
+        raise ValueError(
+            f"input_scales is a {type(scales).__name__}: expected {{name of a layer: scale}}, which"
+            " octavo.calibrate gives"
+        )
     for name, scale in scales.items():
         check_input_scale(scale, f"of {name!r} ")
     return {name: float(scale) for name, scale in scales.items()}

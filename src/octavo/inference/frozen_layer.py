@@ -8,6 +8,7 @@ scales keep their dtypes under `.half()` and the like; all else follows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -261,9 +262,10 @@ def _scheme_differs(found: Scheme, own: Scheme) -> str:
     )
 
 
-def check_input_scale(scale: float | None, whose: str = "") -> None:
+def check_input_scale(scale: Any, whose: str = "") -> None:
     """Raise ValueError unless `scale` and its reciprocal are positive normal numbers of float32."""
-    if scale is None or not SMALLEST_MULTIPLIER <= float(scale) <= LARGEST_MULTIPLIER:
+    number = isinstance(scale, Real) or (isinstance(scale, Tensor) and scale.numel() == 1)
+    if not number or not SMALLEST_MULTIPLIER <= scale <= LARGEST_MULTIPLIER:
         raise ValueError(
             f"input_scale {whose}is {scale}: a static scheme needs one from 2^-126 to 2^126: calibrate the model first"
         )

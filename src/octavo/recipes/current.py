@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.recipes.recipe import HYBRID, FormatChoice, Gemm, OperandName, Recipe, keep_format, operand_spec
-from octavo.tensor import QuantizeSpec
+from octavo.tensor import QuantizeSpec, check_epsilon
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class CurrentScaling(Recipe):
     Attributes:
         format: HYBRID (E4M3 forward, E5M2 gradients), E4M3 or E5M2.
         power_of_two_scales: multipliers are rounded down to powers of two.
-        amax_epsilon: amaxes below it count as it.
+        amax_epsilon: amaxes below it count as it; up to 2^64.
     """
 
     format: FormatChoice = HYBRID
@@ -25,8 +25,7 @@ class CurrentScaling(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         keep_format(self)
-        if type(self.amax_epsilon) not in (int, float) or not 0 <= self.amax_epsilon < float("inf"):
-            raise ValueError(f"amax_epsilon is {self.amax_epsilon!r}: expected 0 or a positive finite number")
+        check_epsilon("amax_epsilon", self.amax_epsilon)
         self.complete()
 
     def spec(self, gemm: Gemm, operand: OperandName) -> QuantizeSpec | None:

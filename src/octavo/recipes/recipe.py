@@ -287,7 +287,8 @@ def _checked_overrides(given: Any) -> tuple[tuple[str, Recipe | None], ...]:
 def _checked_override(pair: Any) -> tuple[str, Recipe | None]:
     try:
         pattern, recipe = pair
-        re.compile(pattern)
+        # Names are str, which a pattern of bytes cannot be looked for in.
+        re.compile(pattern).search("")
     except (TypeError, ValueError, re.error) as error:
         raise ValueError(
             f"override {pair!r} is no pair of a regular expression and a recipe or None: {error}"

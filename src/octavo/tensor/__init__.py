@@ -26,7 +26,7 @@ from octavo.tensor.quantizer import (
     StochasticQuantizer,
     UsedScale,
 )
-from octavo.tensor.spec import QuantizeSpec, checked_scale
+from octavo.tensor.spec import QuantizeSpec, check_epsilon, checked_scale
 from octavo.tensor.users_line import warn_user
 from octavo.tensor.weight_operand import operand_of
 
@@ -50,6 +50,7 @@ __all__ = [
     "cast_together",
     "cast_to_representable",
     "casts_together",
+    "check_epsilon",
     "checked_scale",
     "close_captured_step",
     "close_step",

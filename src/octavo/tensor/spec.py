@@ -88,8 +88,7 @@ class QuantizeSpec(FieldsByName):
         for name in ("power_of_two", "inf_to_nan"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}: expected True or False")
-        if type(self.epsilon) not in (int, float) or not 0 <= self.epsilon < float("inf"):
-            raise ValueError(f"epsilon is {self.epsilon!r}: it must be 0 or positive, and finite")
+        check_epsilon("epsilon", self.epsilon)
         if self.scaling != "current" and (self.power_of_two or self.epsilon):
             named = "power_of_two" if self.power_of_two else "epsilon"
             raise ValueError(
@@ -127,6 +126,24 @@ def _granularity_given(granularity: Any) -> Granularity:
     return named
 
 
+# Two scales of such amaxes have a product that float32 holds, with room for what is multiplied by it.
+LARGEST_EPSILON = 2.0**64
+
+
+def check_epsilon(name: str, epsilon: Any) -> None:
+    """Raise ValueError unless amaxes may count as this one at least.
+
+    Args:
+        name: what the user calls it.
+        epsilon: 0, or a positive number.
+    """
+    if type(epsilon) not in (int, float) or not 0 <= epsilon <= LARGEST_EPSILON:
+        raise ValueError(
+            f"{name} is {epsilon!r}: expected 0 or a positive number up to 2^64: amaxes below it count as it, and with"
+            " more the product of two scales leaves float32. A usual one is 1e-12"
+        )
+
+
 def checked_scale(name: str, scale: Any) -> float:
     """A given scale in float32, as it is used; with it, 1 / scale in float64 rounds to float32's quotient.
 
@@ -137,9 +154,11 @@ def checked_scale(name: str, scale: Any) -> float:
     Raises:
         ValueError: no positive finite number, or one whose float32 or whose reciprocal is not normal.
     """
-    if isinstance(scale, bool) or not isinstance(scale, Real) or not 0 < float(scale) < float("inf"):
+    number: Any = scale
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not 0 < number < float("inf"):
         raise ValueError(f"{name} is {scale!r}: a scale is a number, positive and finite: amax / largest code")
-    single: float = torch.tensor(float(scale), dtype=torch.float32).item()
+    # (An integer may be larger than any float.)
+    single: float = torch.tensor(float(min(number, 2.0**127)), dtype=torch.float32).item()
     if not SMALLEST_MULTIPLIER <= single <= LARGEST_MULTIPLIER:
         raise ValueError(
             f"{name} is {scale}: a float32 scale and its reciprocal must be normal numbers, from 2^-126 to 2^126"

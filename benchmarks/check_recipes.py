@@ -50,8 +50,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME",
                         help=f"among {', '.join(NAMES)} (default: all)")  # fmt: skip
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
-    parser.add_argument("--steps", type=int, help="default: 2000, on a CPU the study's 800")
-    parser.add_argument("--batch", type=int, help="sequences a step (default: 16, on a CPU 4)")
+    parser.add_argument("--steps", type=_count, help="default: 2000, on a CPU the study's 800")
+    parser.add_argument("--batch", type=_count, help="sequences a step (default: 16, on a CPU 4)")
     parser.add_argument("--learning-rate", type=float, help=f"its largest (default: {RATE})")
     parser.add_argument("--seconds", type=float, default=900, help="start no run after this long (default 900)")
     parser.add_argument("--device", choices=tuple(EXTENTS), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -60,6 +60,13 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--join", nargs="+", type=Path, metavar="FILE", help="compare runs of these files into --out")
     parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="print a table of these files")
     return parser.parse_args(arguments)
+
+
+def _count(text: str) -> int:
+    """An integer of 1 or more: without a step there is no perplexity to compare."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer of 1 or more")
+    return int(text)
 
 
 def run(options: argparse.Namespace) -> Checks:

@@ -49,6 +49,16 @@ def test_a_mean_perplexity_off_by_more_than_one_per_cent_fails(off: float, statu
         assert [row["against_bf16"] for row in rows if row["check"] == "run"] == pytest.approx([1.0, 1.0, off, off])
 
 
+@pytest.mark.parametrize("arguments", [("--steps", "0"), ("--batch", "-1"), ("--steps", "many")], ids=" ".join)
+def test_a_run_without_a_step_is_refused_at_the_command_line(
+    arguments: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        check_recipes.parsed([*arguments])
+    assert f"argument {arguments[0]}: '{arguments[1]}': expected an integer of 1 or more" in capsys.readouterr().err
+    assert check_recipes.parsed(["--steps", "1", "--batch", "2"]).steps == 1
+
+
 def test_a_run_that_failed_fails_the_whole(tmp_path: Path) -> None:
     failed = {key: value for key, value in run_of("block", 0, 0.0, ok=False).items() if key != "perplexity"}
     file = written(tmp_path / "a.jsonl", [*BASELINE, failed])

@@ -13,12 +13,18 @@ import octavo
 from octavo.recipes import (
     BlockScaling,
     CurrentScaling,
+    CustomRecipe,
     DelayedScaling,
     MXFP8Scaling,
+    QuantizeSpec,
     Recipe,
     RowwiseScaling,
     StaticScaling,
 )
+from octavo.recipes.recipe import OPERANDS
+
+FORWARD = QuantizeSpec(format="E4M3")
+DELAYED_GRADIENT = QuantizeSpec(format="E5M2", scaling="delayed", inf_to_nan=True)
 
 RECIPES: dict[str, Recipe] = {
     "delayed": DelayedScaling(amax_history_len=8),
@@ -31,7 +37,20 @@ RECIPES: dict[str, Recipe] = {
     "block": BlockScaling(),
     "mx": MXFP8Scaling(),
     "static": StaticScaling(input_scale=0.01, weight_scale=0.001),
+    "delayed, stochastic": DelayedScaling(amax_history_len=8, grad_output_rounding="stochastic"),
+    "current, stochastic": CurrentScaling(grad_output_rounding="stochastic"),
+    "block, stochastic": BlockScaling(grad_output_rounding="stochastic"),
+    "custom": CustomRecipe(
+        fprop_input=FORWARD,
+        fprop_weight=QuantizeSpec(format="E4M3", granularity="row"),
+        dgrad_grad_output=DELAYED_GRADIENT,
+        dgrad_weight=FORWARD,
+        wgrad_grad_output=DELAYED_GRADIENT,
+        wgrad_input=FORWARD,
+    ),
 }
+# A product that takes each operand.
+USES: dict[str, Any] = {name: ("dgrad" if name == "grad_output" else "fprop", name) for name in OPERANDS}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 STEPS, OVERFLOWS = 16, (4, 5, 11)
 
@@ -77,11 +96,11 @@ class Run:
         return [p.detach().clone() for p in self.model.parameters()]
 
     def states(self) -> dict[str, torch.Tensor]:
-        """Scales and histories, but for the scale of a gradient that no FP8 product takes, which stays unknown."""
+        """Scales and histories, but for a scale of an operand without delayed scaling, which stays unknown."""
         entries = {k: v.clone() for k, v in self.model.state_dict().items() if k.endswith(("_scale", "_amax_history"))}
-        if self.recipe is not None and self.recipe.backward == "high_precision":
-            entries = {k: v for k, v in entries.items() if not k.endswith("grad_output_scale")}
-        return entries
+        specs = {} if self.recipe is None else {name: self.recipe.spec(*use) for name, use in USES.items()}
+        unknown = tuple(f"{name}_scale" for name, spec in specs.items() if spec is None or spec.scaling != "delayed")
+        return {k: v for k, v in entries.items() if not k.endswith(unknown)}
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -28,7 +28,7 @@ class DelayedScaling(Recipe):
     Attributes:
         format: HYBRID (E4M3 forward, E5M2 gradients), E4M3 or E5M2.
         margin: scales leave 2^margin of headroom.
-        amax_history_len: L, for how many updates an amax is remembered.
+        amax_history_len: L, for how many updates an amax is remembered; scales by "most_recent" are the same with any.
         amax_compute_algo: "max" of the window, its "most_recent", or a function of the window [L] (the current step at
             position 0) that returns a scalar tensor.
         reduce_amax: with torch.distributed, amaxes agree over the group.

@@ -49,7 +49,8 @@ class Form(NamedTuple):
     Attributes:
         groups: warp groups, of 64 rows of it each.
         places: blocks of it under way in shared memory.
-        ahead: the product of a block is begun before the sums of the one before are scaled; anew after so many blocks.
+        ahead: the product of a block is begun before the sums of the one before are scaled; anew after so many blocks,
+            since ptxas lets no product be under way around a loop.
         time: of a tile, in units of that of a tile of cuBLASLt's.
     """
 
@@ -260,6 +261,7 @@ def block_product_kernel(
         mbarrier.init(empty.index(place), count=GROUPS)
     fence_async_shared()
     places = (a_tiles, b_tiles, a_scales, b_scales, full, empty)
+    # Blocks beyond K are zeros, as are their scales: TMA reads nothing else outside of a matrix.
     tiles = (gl.cdiv(M, GROUPS * ROWS), gl.cdiv(N, b.block_type.shape[0]), gl.cdiv(K, 128 * AHEAD) * AHEAD)
     extent = (gl.to_tensor(M), gl.to_tensor(N), gl.to_tensor(stride_out))
     strides = (gl.to_tensor(stride_a), gl.to_tensor(stride_b))

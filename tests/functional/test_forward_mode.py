@@ -13,9 +13,6 @@ import octavo
 from octavo.functional.activation import activate
 from octavo.recipes import CurrentScaling, DelayedScaling
 
-# torch's own, of torch.func.jvp.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-
 
 def frozen() -> nn.Module:
     model = nn.Sequential(nn.Linear(32, 32))

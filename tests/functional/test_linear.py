@@ -323,7 +323,6 @@ def test_double_backward_raises() -> None:
             torch.autograd.grad(y, x, create_graph=True)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func.jvp's own
 def test_function_transforms_raise_and_name_the_cause() -> None:
     layer, x = octavo.Linear(16, 16), torch.randn(4, 8, 16)
     with octavo.autocast(recipe=CurrentScaling()):

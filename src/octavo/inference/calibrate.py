@@ -12,7 +12,6 @@ for others, and the same in whatever order the batches come. What is not finite 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ from octavo.formats import E4M3
 from octavo.inference.freezing import Freezing, freezes
 from octavo.runtime.given_model import check_batches, check_model, output_of, told_of_one_batch
 from octavo.scaling.rules import LARGEST_MULTIPLIER, SMALLEST_MULTIPLIER
-from octavo.tensor import quantize
+from octavo.tensor import quantize, warn_user
 
 Method = Literal["max", "percentile", "mse"]
 METHODS = ("max", "percentile", "mse")
@@ -105,12 +104,10 @@ def _check_has_values(model: nn.Module) -> None:
 def _warn_of_nothing_finite(names: list[str]) -> None:
     if names:
         shown = ", ".join(repr(name) for name in names[:4]) + (", …" if len(names) > 4 else "")
-        warnings.warn(
+        warn_user(
             f"octavo.calibrate: of {len(names)} layer{'s' if len(names) > 1 else ''} ({shown}) every input was NaN or"
             f" inf, and the scale is that of zeros, 1 / {E4M3.max:g}: look for what is not finite in the batches and in"
-            " the weights before these layers, and calibrate again",
-            # (The decorator is a frame.)
-            stacklevel=4,
+            " the weights before these layers, and calibrate again"
         )
 
 
